@@ -1,0 +1,33 @@
+# The two commands of the README: `make demo` and `make test`. Each makes .venv first and installs what is pinned.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.demo
+	$(BIN)/gradwire demo
+
+test: lint
+	$(BIN)/pytest
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# One stamp for each set of extras, so that the demo does not wait for the test tools.
+$(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gradwire needs Python >= 3.10; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'Python has no venv module: install it (Debian: python3-venv)'; exit 1; }
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
