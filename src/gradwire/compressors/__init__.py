@@ -1,0 +1,21 @@
+"""Steps 2 to 4: one method a file. To add one: its file, a row in METHODS, a row in the contract test."""
+
+from gradwire.compressors.base import Arrival, Compressor, Context, Gather, Message, Sum
+from gradwire.compressors.bf16 import BF16
+from gradwire.compressors.dense import Dense
+from gradwire.compressors.spec import METHODS, from_spec
+from gradwire.compressors.vgc import VGC
+
+__all__ = [
+    "BF16",
+    "METHODS",
+    "VGC",
+    "Arrival",
+    "Compressor",
+    "Context",
+    "Dense",
+    "Gather",
+    "Message",
+    "Sum",
+    "from_spec",
+]

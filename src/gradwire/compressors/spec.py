@@ -1,0 +1,44 @@
+"""Compressors by name: `vgc:alpha=1.5,zeta=0.999` on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.bf16 import BF16
+from gradwire.compressors.dense import Dense
+from gradwire.compressors.vgc import VGC
+
+METHODS: dict[str, type[Any]] = {"dense": Dense, "bf16": BF16, "vgc": VGC}
+
+BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+
+def from_spec(spec: str) -> Compressor:
+    """The compressor that `name:option=value,...` names."""
+    name, _, rest = spec.strip().partition(":")
+    if name.lower() not in METHODS:
+        raise ValueError(f"unknown compressor {name!r}; known: {', '.join(METHODS)}")
+    method = METHODS[name.lower()]
+    known = {field.name: get_type_hints(method)[field.name] for field in fields(method)}
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in known:
+            takes = f"known: {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"unknown option {part.strip()!r} of {name} (write option=value); {takes}")
+        options[key] = _parse(f"{name}:{key}", value, known[key])
+    return method(**options)  # type: ignore[no-any-return]
+
+
+def _parse(where: str, text: str, kind: Any) -> Any:
+    """`text` as the type of the dataclass field."""
+    if kind == float | None and text.lower() == "none":
+        return None
+    try:
+        if kind is bool:
+            return BOOLEANS[text.lower()]
+        return text if kind is str else int(text) if kind is int else float(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"{where} cannot be {text!r}: expected {getattr(kind, '__name__', kind)}") from None

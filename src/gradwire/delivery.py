@@ -1,0 +1,156 @@
+"""Steps 2 to 6 of one model on the courier's thread: encode, exchange, decode, and what a bad step undoes."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from gradwire.capacity import Capacity, Plan
+from gradwire.compressors.base import Context, Gather, Message
+from gradwire.exchange import Courier
+from gradwire.stats import Meter
+from gradwire.store import Bucket
+
+WORD_BYTES = 4
+
+
+@dataclass
+class Parcel:
+    """One bucket on its way: DDP's flat gradient goes in, the mean over the ranks comes back in its place."""
+
+    bucket: Bucket
+    buffer: Tensor
+    active: Tensor | None
+    scale: Tensor | None  # of a GradScaler: r and v are kept in units of 1
+    is_last: bool
+    ready: torch.cuda.Event | None
+    future: Future[Tensor]
+
+
+@dataclass
+class Step:
+    """One synced backward. Its futures are resolved together, because one bad bucket makes all of them NaN."""
+
+    number: int
+    plan: Plan
+    parcels: list[Parcel] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+    clear: list[Callable[[], None]] = field(default_factory=list)
+    finite: bool = True
+
+
+class Delivery:
+    """Runs the parcels of one model in order; nothing here knows DDP."""
+
+    def __init__(self, courier: Courier, meter: Meter, capacity: Capacity, end_step: Callable[[bool], None]) -> None:
+        self._courier, self._meter, self._capacity, self._end_step = courier, meter, capacity, end_step
+        self._error: BaseException | None = None
+        self._warned = False
+        self._stream: torch.cuda.Stream | None = None
+
+    def submit(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+        """Queues a parcel; its future is resolved after the step's last one."""
+        self._courier.submit(lambda: self._work(compressor, step, parcel))
+
+    def _work(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+        step.parcels.append(parcel)
+        try:
+            if self._error is not None:
+                raise RuntimeError(f"an earlier exchange failed: {self._error}") from self._error
+            with self._on_stream(parcel):
+                self._deliver(compressor, step, parcel)
+                if parcel.is_last:
+                    self._finish(step)
+        except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
+            self._fail(step, error)
+
+    def _deliver(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+        layout, state = parcel.bucket.layout, parcel.bucket.state
+        context = Context(layout, step.number, self._capacity.of(layout, step.plan), parcel.active)
+        with self._meter.phase("encode"):
+            message = compressor.encode(*_unscaled(parcel), state, context)
+            step.undo.append(message.undo)
+            whole = compressor.waiting(state, context) if step.plan.dense else None
+        with self._meter.phase("exchange"):
+            messages = self._courier.gather(message.data)
+            if whole is not None:
+                norm = whole.abs().sum()
+                self._courier.sum(whole.mul_(1 / self._courier.world_size))
+        with self._meter.phase("decode"):
+            out = torch.empty_like(parcel.bucket.moment) if parcel.buffer.dtype != torch.float32 else parcel.buffer
+            arrival = compressor.decode(messages, out, context)
+            if whole is not None:
+                out.copy_(whole)
+                step.clear.append(lambda: compressor.clear(state, context))
+            parcel.buffer.copy_(out if parcel.scale is None else out.mul_(parcel.scale))
+        step.finite &= arrival.finite
+        self._capacity.note(layout, arrival.passed)
+        self._count(parcel, message, whole is not None)
+        if whole is None:
+            self._meter.elements(layout, message.sent, message.passed, message.sent_norm)
+        else:
+            self._meter.everything(layout, norm)
+
+    def _count(self, parcel: Parcel, message: Message, whole: bool) -> None:
+        n_message = message.data.numel() * WORD_BYTES
+        n_whole = parcel.bucket.layout.numel * WORD_BYTES if whole else 0
+        n_dense = parcel.buffer.numel() * parcel.buffer.element_size()
+        self._meter.count(n_message + n_whole, n_message * (self._courier.world_size - 1) + n_whole, n_dense)
+
+    def _finish(self, step: Step) -> None:
+        """Commits the step or takes it back, then lets DDP have the buckets."""
+        for change in step.clear if step.finite else step.undo:
+            change()
+        if not step.finite:
+            for parcel in step.parcels:
+                parcel.buffer.fill_(float("nan"))
+            if not self._warned and step.parcels[0].scale is None:
+                warnings.warn(
+                    f"gradwire: a gradient of step {step.number} is not finite on some rank; every rank gets NaN, as "
+                    "in plain DDP. With mixed precision pass the GradScaler: attach(..., scaler=scaler).",
+                    stacklevel=1,
+                )
+                self._warned = True
+        self._capacity.end_step(step.plan)
+        self._meter.end_step(step.plan.dense)
+        self._end_step(step.finite)
+        for parcel in step.parcels:
+            parcel.future.set_result(parcel.buffer)
+
+    def _fail(self, step: Step, error: BaseException) -> None:
+        """Takes back what this step sent and hands the error to every future of it, now and later."""
+        if self._error is None:
+            self._error = error
+            for change in step.undo:
+                change()
+        for parcel in step.parcels:
+            if not parcel.future.done():
+                parcel.future.set_exception(error)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _on_stream(self, parcel: Parcel) -> Iterator[None]:
+        """On a GPU: a stream beside the backward's, after the bucket is ready; the future records it."""
+        if parcel.ready is None:
+            yield
+            return
+        device = parcel.buffer.device
+        self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(parcel.ready)
+            parcel.buffer.record_stream(self._stream)
+            yield
+
+
+def _unscaled(parcel: Parcel) -> tuple[Tensor, Tensor]:
+    """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
+    grad, moment = parcel.buffer.float(), parcel.bucket.moment
+    if parcel.scale is None:
+        return grad, moment
+    return grad / parcel.scale, moment / parcel.scale / parcel.scale

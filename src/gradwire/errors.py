@@ -1,0 +1,25 @@
+"""The errors of gradwire. Wrong hyper-parameters are ValueErrors, everything else derives from GradwireError."""
+
+
+class GradwireError(RuntimeError):
+    """Base of what gradwire raises while it runs."""
+
+
+class AttachError(GradwireError):
+    """This model cannot be attached as it is."""
+
+
+class DisagreementError(GradwireError):
+    """The ranks do not have the same model, version or compressor."""
+
+
+class MessageError(GradwireError):
+    """Bytes from another rank are not a message for this bucket."""
+
+
+class CheckpointError(GradwireError):
+    """A checkpoint does not fit this model or is damaged."""
+
+
+class MomentError(GradwireError):
+    """A second moment cannot be computed exactly and `strict` was asked for."""

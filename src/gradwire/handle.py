@@ -1,0 +1,118 @@
+"""`attach` and `Wire`: what a user holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from gradwire import checkpoint
+from gradwire.compressors import Compressor, Gather, Sum
+from gradwire.ddp import BatchDim, Link, close_link, open_link
+from gradwire.errors import GradwireError
+from gradwire.moments import coverage
+from gradwire.stats import Stats, Writer, scalars
+
+
+def attach(
+    model: nn.Module,
+    compressor: Compressor,
+    *,
+    scaler: Any = None,
+    strict: bool = False,
+    batch_dim: BatchDim = 0,
+    estimator: str = "groups",
+    exact: bool = True,
+) -> Wire:
+    """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
+
+    scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
+    strict: refuse parameters whose second moment can only be estimated.
+    batch_dim: the sample axis, or {module name: axis or None} where a part of the model has another one.
+    estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
+    """
+    if not isinstance(compressor, Gather | Sum):
+        raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {compressor!r}")
+    moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
+    link = open_link(model, scaler, moments)
+    try:
+        link.use(compressor)
+    except BaseException:
+        link.attached = False
+        raise
+    return Wire(link)
+
+
+class Wire:
+    """The handle of an attached model."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def __repr__(self) -> str:
+        link = self._link
+        return (
+            f"Wire({link.compressor!r}, {link.n_parameters} parameters, {link.world_size} workers, step {link.steps})"
+        )
+
+    @property
+    def compressor(self) -> Compressor:
+        return self._link.compressor
+
+    @compressor.setter
+    def compressor(self, compressor: Compressor) -> None:
+        """Changes the method between two steps; the residual and the variance are carried over. Collective."""
+        self._live().use(compressor)
+
+    @property
+    def steps(self) -> int:
+        """Exchanges so far."""
+        return self._link.steps
+
+    def stats(self) -> Stats:
+        """What this worker sent since `attach` or the last `reset_stats`."""
+        return self._link.meter.stats([fields["residual"] for _, fields in self._link.store.items() if fields])
+
+    def reset_stats(self) -> None:
+        """Starts the totals anew; the state of the compression is not touched."""
+        self._link.meter.reset()
+
+    def coverage(self) -> list[coverage.Row]:
+        """Prints which parameter has which second moment, and returns the rows."""
+        recorder = self._link.recorder
+        rows = [] if recorder is None else recorder.coverage()
+        print(coverage.table(rows) if rows else f"{self.compressor!r} needs no second moments")
+        return rows
+
+    def log_to(self, writer: Writer, every: int = 10, prefix: str = "gradwire") -> None:
+        """Writes the figures of `stats()` to anything with add_scalar, every so many steps."""
+        if every < 1:
+            raise ValueError(f"log_to: every must be at least 1 step, got {every}")
+
+        def log() -> None:
+            if self.steps % every == 0:
+                for name, value in scalars(self.stats()).items():
+                    writer.add_scalar(f"{prefix}/{name}", value, self.steps)
+
+        self._live().on_step.append(log)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state by parameter name; save it on every rank. Loads with weights_only=True."""
+        return checkpoint.state_dict(self._link)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
+        """Goes on where `state` was saved, on the same number of workers. Collective."""
+        checkpoint.load_state_dict(self._live(), state, strict=strict)
+
+    def skip_step(self) -> None:
+        """Call it when you leave out an optimizer step on purpose, after the backward."""
+        self._live().skip_step()
+
+    def detach(self) -> None:
+        """Plain DDP from now on; what was held back goes out with the next gradient. Collective."""
+        close_link(self._live())
+
+    def _live(self) -> Link:
+        if not self._link.attached:
+            raise GradwireError("this wire is detached: attach the model again")
+        return self._link

@@ -1,0 +1,83 @@
+"""Names the tensors of a bucket: where each one lies in the flat vector. Used by steps 2 to 6."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a bucket: `numel` elements from `offset`."""
+
+    name: str
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The 1-D view of this tensor in a flat vector."""
+        return flat[self.offset : self.offset + self.numel]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a bucket in order, without gaps. Equal layouts have equal digests on every rank."""
+
+    slots: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, tensors: Iterable[tuple[str, Iterable[int]]]) -> Layout:
+        """From (name, shape) pairs in bucket order."""
+        slots, offset = [], 0
+        for name, shape in tensors:
+            slot = Slot(name, offset, tuple(shape))
+            slots.append(slot)
+            offset += slot.numel
+        return cls(tuple(slots))
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots)
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(slot.name for slot in self.slots)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Eight bytes that another model's bucket does not have."""
+        text = "\n".join(f"{slot.name} {slot.shape}" for slot in self.slots)
+        return hashlib.sha256(text.encode()).digest()[:8]
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def lengths(self, device: torch.device) -> Tensor:
+        """Elements of each tensor, int64 [K], on `device`; kept, because every step asks for it."""
+        if device not in self._tables:
+            self._tables[device] = torch.tensor([slot.numel for slot in self.slots], dtype=torch.int64, device=device)
+        return self._tables[device]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value a tensor, [K], becomes one value an element, [N]."""
+        return torch.repeat_interleave(values, self.lengths(values.device), output_size=self.numel)
+
+    def slot_of(self, index: Tensor) -> Tensor:
+        """Which tensor each flat index belongs to, int64 [n]."""
+        return torch.bucketize(index, self.lengths(index.device).cumsum(0), right=True)

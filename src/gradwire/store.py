@@ -1,0 +1,65 @@
+"""The state of one model: at rest by parameter name, in flight flat per bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Gather, State, tensors
+from gradwire.layout import Layout
+
+
+@dataclass
+class Bucket:
+    """The flat tensors of one bucket: the compressor's state and the second moment of the step under way."""
+
+    layout: Layout
+    state: State
+    moment: Tensor
+
+
+class Store:
+    """Keeps every parameter's state through rebuilt buckets, checkpoints and changed compressors."""
+
+    def __init__(self, bind: Callable[[str, Tensor], None]) -> None:
+        self._bind = bind  # tells the recorder where a parameter's moment goes
+        self._buckets: dict[Layout, Bucket] = {}
+        self._fields: dict[str, dict[str, Tensor]] = {}  # by parameter, by state field: views of the flat tensors
+        self.powers: dict[str, int] = {}  # by state field: how it goes over to another number of workers
+
+    def bucket(self, layout: Layout, compressor: Gather[State], device: torch.device) -> Bucket:
+        """The flat tensors for this layout; what is known of its parameters is carried over."""
+        if layout not in self._buckets:
+            self._buckets[layout] = self._lay(layout, compressor, device)
+        return self._buckets[layout]
+
+    def _lay(self, layout: Layout, compressor: Gather[State], device: torch.device) -> Bucket:
+        flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        bucket = Bucket(layout, compressor.init(layout, device), flat)
+        self.powers = compressor.state_powers()
+        names = set(layout.names)
+        for slot in layout:
+            self._bind(slot.name, slot.of(bucket.moment))
+            views = {field: slot.of(flat) for field, flat in tensors(bucket.state).items()}
+            for field, old in self._fields.get(slot.name, {}).items():
+                if field in views:  # a field of another compressor that means nothing here is dropped
+                    views[field].copy_(old)
+            self._fields[slot.name] = views
+        self._buckets = {old: kept for old, kept in self._buckets.items() if names.isdisjoint(old.names)}
+        return bucket
+
+    def items(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(parameter, its state fields as 1-D views)."""
+        return iter(self._fields.items())
+
+    def set(self, fields: dict[str, dict[str, Tensor]], powers: dict[str, int]) -> None:
+        """Replaces everything; the next bucket lays it out."""
+        self._buckets.clear()
+        self._fields, self.powers = fields, powers
+
+    def take(self, field: str, name: str) -> Tensor | None:
+        """Hands a field of one parameter over and forgets it: a residual that the next sum takes along."""
+        return self._fields.get(name, {}).pop(field, None)

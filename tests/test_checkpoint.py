@@ -1,0 +1,237 @@
+"""State at rest: resume bit for bit, another number of workers, layers that came or went, damaged files."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import scenes
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gradwire
+from gradwire import VGC, Dense
+from gradwire.errors import CheckpointError
+
+VGC_1 = VGC(alpha=1.0)
+
+
+def straight(compressor, n_steps):
+    return scenes.run(compressor, n_steps)
+
+
+def interrupted(compressor, stop, n_steps, through_file):
+    """Trains to `stop`, saves, builds everything anew, loads, goes on."""
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, compressor)
+    optimizer = scenes.sgd(model)
+    prints = list(scenes.train(model, range(stop), optimizer))
+    saved = io.BytesIO()
+    torch.save([wire.state_dict(), model.module.state_dict(), optimizer.state_dict()], saved)
+    if through_file:
+        gradwire.save(wire, through_file)
+    model = scenes.ddp(scenes.net(seed=9))
+    saved.seek(0)
+    state, weights, momentum = torch.load(saved, weights_only=True)
+    model.module.load_state_dict(weights)
+    optimizer = scenes.sgd(model)
+    optimizer.load_state_dict(momentum)
+    wire = gradwire.attach(model, compressor)
+    if through_file:
+        gradwire.load(wire, through_file, strict=True)
+    else:
+        wire.load_state_dict(state, strict=True)
+    assert wire.steps == stop
+    return prints + list(scenes.train(model, range(stop, n_steps), optimizer))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("stop", [1, 2, 7])
+def test_resume_is_no_interruption(spawn, workers, stop):
+    expected = spawn(workers, straight, VGC_1, 14)
+    assert spawn(workers, interrupted, VGC_1, stop, 14, None) == expected
+
+
+@pytest.mark.parametrize("compressor", [VGC(alpha=2.0, tau=0.01), VGC(alpha=1.0, feedback=True), Dense()], ids=repr)
+def test_resume_of_the_variants(spawn, compressor):
+    assert spawn(2, interrupted, compressor, 5, 10, None) == spawn(2, straight, compressor, 10)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_resume_through_a_distributed_checkpoint(spawn, workers, tmp_path):
+    assert spawn(workers, interrupted, VGC_1, 6, 12, tmp_path / "wire") == spawn(workers, straight, VGC_1, 12)
+
+
+def train_and_save(directory, n_steps):
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, VGC(alpha=2.0))
+    list(scenes.train(model, range(n_steps), scenes.sgd(model)))
+    gradwire.save(wire, directory)
+    return wire.state_dict()
+
+
+def load_and_train(directory):
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, VGC(alpha=2.0))
+    gradwire.load(wire, directory)
+    state = wire.state_dict()
+    prints = list(scenes.train(model, range(6, 12), scenes.sgd(model)))
+    return state, prints
+
+
+def total(states, field, power):
+    return {
+        name: sum(state["parameters"][name][field].double() for state in states) / len(states) ** power
+        for name in states[0]["parameters"]
+    }
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 3), (3, 1), (1, 2)])
+def test_another_number_of_workers_keeps_the_mean_of_what_is_held_back(spawn, tmp_path, old, new):
+    before = spawn(old, train_and_save, tmp_path / "wire", 6)
+    results = spawn(new, load_and_train, tmp_path / "wire")
+    after = [state for state, _ in results]
+    assert all(prints == results[0][1] for _, prints in results)
+    for field, power in (("residual", 1), ("variance", 2)):
+        ours, theirs = total(after, field, power), total(before, field, power)
+        for name in ours:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-9)
+        assert max(float(t.abs().max()) for t in ours.values()) > 0
+    assert [state["rank"] for state in after] == list(range(new))
+    for rank in range(old, new):
+        assert all(f["residual"].eq(0).all() for f in after[rank]["parameters"].values())
+    resharded = gradwire.reshard(before, new)
+    for state, expected in zip(after, resharded, strict=True):
+        for name, fields in expected["parameters"].items():
+            assert all(torch.equal(state["parameters"][name][field], value) for field, value in fields.items())
+
+
+def changed_layers(strict):
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, VGC_1)
+    list(scenes.train(model, range(4), scenes.sgd(model)))
+    state = wire.state_dict()
+    grown = scenes.net()
+    del grown[3]  # the layer norm goes, so 5 and 7 are 4 and 6 now
+    grown.add_module("extra", nn.Linear(5, 5))
+    other = gradwire.attach(scenes.ddp(grown), VGC_1)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            other.load_state_dict(state, strict=strict)
+    except CheckpointError as error:
+        return str(error), other.state_dict()["parameters"], state
+    return "; ".join(str(w.message) for w in caught), other.state_dict()["parameters"], state
+
+
+def test_layers_that_came_or_went(spawn):
+    for text, fields, state in spawn(2, changed_layers, False):
+        assert "extra.weight" in text
+        assert "3.weight" in text
+        assert torch.equal(fields["0.weight"]["residual"], state["parameters"]["0.weight"]["residual"])
+        assert "extra.weight" not in fields  # starts from zero at its first bucket
+    for text, fields, _ in spawn(2, changed_layers, True):
+        assert "strict=False" in text
+        assert fields == {}  # nothing changed
+
+
+def refused(case):
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, VGC_1)
+    list(scenes.train(model, range(3), scenes.sgd(model)))
+    good = wire.state_dict()
+    bad = {**good, "parameters": {name: dict(fields) for name, fields in good["parameters"].items()}}
+    rank = dist.get_rank()
+    first = bad["parameters"]["0.weight"]
+    if case == "foreign":
+        bad = {"model": {}}
+    elif case == "other model":
+        bad["parameters"] = {"there": {"residual": torch.zeros(3), "variance": torch.zeros(3)}}
+    elif case == "shape":
+        first["residual"] = torch.zeros(3)
+    elif case == "nan":
+        first["variance"] = first["variance"].clone().fill_(float("nan"))
+    elif case == "dtype":
+        first["residual"] = first["residual"].double()
+    elif case == "rank":
+        bad["rank"] = (rank + 1) % 2
+    elif case == "format":
+        bad["format"] = 99
+    elif case == "one rank":
+        bad = bad if rank == 1 else good
+        bad["step"] = 3 + rank
+    elif case == "counts":
+        bad["passed"] = {"0.weight": -4}
+    try:
+        wire.load_state_dict(bad)
+        message = "no error"
+    except CheckpointError as error:
+        message = str(error)
+    same = wire.state_dict()
+    unchanged = all(torch.equal(same["parameters"][n]["residual"], f["residual"]) for n, f in good["parameters"].items())
+    prints = list(scenes.train(model, range(3, 5), scenes.sgd(model)))  # and it goes on
+    return message, unchanged, prints
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ("foreign", "not a gradwire state"),
+        ("other model", "another model"),
+        ("shape", "expected (24, 12)"),
+        ("nan", "not finite"),
+        ("dtype", "float32"),
+        ("rank", "gradwire.load"),
+        ("format", "format 99"),
+        ("one rank", "another rank"),
+        ("counts", "passed"),
+    ],
+)
+def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(spawn, case, text):
+    results = spawn(2, refused, case)
+    for message, unchanged, prints in results:
+        assert text in message
+        assert unchanged
+        assert prints == results[0][2]
+
+
+def load_from(directory):
+    wire = gradwire.attach(scenes.ddp(scenes.net()), VGC(alpha=2.0))
+    try:
+        gradwire.load(wire, directory)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+class Harm:
+    def __reduce__(self):
+        return print, ("unpickled!",)
+
+
+def test_a_damaged_directory_is_refused_and_nothing_is_unpickled(spawn, tmp_path, capfd):
+    spawn(2, train_and_save, tmp_path / "wire", 3)
+    metadata = tmp_path / "wire" / ".metadata"
+    whole = metadata.read_bytes()
+    assert all("no checkpoint" in message for message in spawn(2, load_from, tmp_path / "nothing"))
+    metadata.write_bytes(pickle.dumps(Harm()))
+    assert all("names builtins.print" in message for message in spawn(2, load_from, tmp_path / "wire"))
+    assert "unpickled" not in capfd.readouterr().out
+    metadata.write_bytes(whole[: len(whole) // 2])
+    assert all("damaged" in message for message in spawn(2, load_from, tmp_path / "wire"))
+    metadata.write_bytes(whole)
+    data = next(Path(tmp_path / "wire").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:100])
+    assert all("cannot be read" in message for message in spawn(2, load_from, tmp_path / "wire"))
+
+
+def test_reshard_refuses_a_part_of_the_states(spawn, tmp_path):
+    states = spawn(2, train_and_save, tmp_path / "wire", 3)
+    with pytest.raises(CheckpointError, match="all ranks in order"):
+        gradwire.reshard(states[::-1], 3)
+    with pytest.raises(CheckpointError, match="all ranks in order"):
+        gradwire.reshard(states[:1], 3)
