@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import warnings
@@ -108,6 +109,35 @@ def test_another_number_of_workers_keeps_the_mean_of_what_is_held_back(spawn, tm
     for state, expected in zip(after, resharded, strict=True):
         for name, fields in expected["parameters"].items():
             assert all(torch.equal(state["parameters"][name][field], value) for field, value in fields.items())
+
+
+def channels_last():
+    """A model whose weights lie in memory in another order: its state is saved in the parameters' shapes."""
+    states = []
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(6, 4, 3)).double()
+        model = scenes.ddp(net.to(memory_format=memory_format))
+        wire = gradwire.attach(model, VGC(alpha=0, floor=1e6), strict=True)
+        optimizer = scenes.sgd(model, lr=0.0)
+        for step in range(3):
+            x = torch.randn(5, 3, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(x.to(memory_format=memory_format)).square().mean().backward()
+            optimizer.step()
+        states.append(wire.state_dict())
+    other = gradwire.attach(scenes.ddp(copy.deepcopy(net)), VGC(alpha=1.0))
+    other.load_state_dict(states[0])
+    return states[0]["parameters"], states[1]["parameters"], other.state_dict()["parameters"]
+
+
+def test_state_is_saved_in_the_parameters_shapes_whatever_their_memory_order(spawn):
+    plain, last, loaded = spawn(1, channels_last)[0]
+    for name, fields in plain.items():
+        for field, value in fields.items():
+            assert value.abs().max() > 0
+            torch.testing.assert_close(last[name][field], value, rtol=1e-5, atol=1e-9)
+            assert torch.equal(loaded[name][field], value)
 
 
 def changed_layers(strict):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import CheckpointError, DisagreementError
 from gradwire.exchange import agree
+from gradwire.layout import in_shape
 
 if TYPE_CHECKING:
     from gradwire.ddp import Link
@@ -41,12 +42,23 @@ def state_dict(link: Link) -> dict[str, Any]:
         "since_dense": link.capacity.since_dense,
         "passed": dict(link.capacity.passed),
         "powers": dict(link.store.powers),
-        # copies: a view would take the whole bucket's storage into the file
         "parameters": {
-            name: {field: flat.clone().view(link.parameters[name].shape) for field, flat in fields.items()}
+            name: {field: _at_rest(flat, link.parameters[name]) for field, flat in fields.items()}
             for name, fields in link.store.items()
         },
     }
+
+
+def _at_rest(flat: Tensor, parameter: Tensor) -> Tensor:
+    """A copy in the parameter's shape: a view would take the whole bucket's storage into the file."""
+    return in_shape(flat, parameter).clone(memory_format=torch.contiguous_format)
+
+
+def _in_flight(value: Tensor, parameter: Tensor) -> Tensor:
+    """A flat copy on the parameter's device, in the order of its memory."""
+    flat = torch.empty(value.numel(), device=parameter.device)
+    in_shape(flat, parameter).copy_(value)
+    return flat
 
 
 def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = False) -> None:
@@ -128,7 +140,7 @@ def match(link: Link, state: Mapping[str, Any], strict: bool) -> dict[str, dict[
                 came, expected = tuple(value.shape), tuple(ours[name].shape)
                 raise CheckpointError(f"{field} of {name} has shape {came} in the checkpoint, expected {expected}")
     return {
-        name: {field: value.to(ours[name].device).flatten().clone() for field, value in saved[name].items()}
+        name: {field: _in_flight(value, ours[name]) for field, value in saved[name].items()}
         for name in ours
         if name in saved
     }

@@ -67,7 +67,7 @@ class Link:
         self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
 
     def _facts(self, compressor: Compressor) -> dict[str, str]:
-        tensors = "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items())
+        tensors = "\n".join(f"{name} {tuple(p.shape)} {p.stride()} {p.dtype}" for name, p in self.parameters.items())
         model = f"{self.n_parameters} parameters in {len(self.parameters)} tensors\n{tensors}"
         return {
             "gradwire version": f"{gradwire.__version__}, message version {VERSION}",

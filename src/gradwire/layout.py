@@ -81,3 +81,15 @@ class Layout:
     def slot_of(self, index: Tensor) -> Tensor:
         """Which tensor each flat index belongs to, int64 [n]."""
         return torch.bucketize(index, self.lengths(index.device).cumsum(0), right=True)
+
+
+def in_shape(flat: Tensor, like: Tensor) -> Tensor:
+    """A flat vector as a view in a parameter's shape, in the order in which DDP's buckets hold it: its own strides."""
+    expected = 1
+    for size, stride in sorted(zip(like.shape, like.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:  # overlapping or with gaps: DDP takes the plain order
+            return flat.view(like.shape)
+        expected *= size
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -150,7 +151,7 @@ def _read_head(reader: _Reader, entries: dict[str, Any], group: dist.ProcessGrou
 def _read(reader: _Reader, wanted: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     try:
         state_dict_loader.load(wanted, storage_reader=reader, process_group=group)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
         raise CheckpointError(f"the checkpoint in {reader.path} cannot be read: {error}") from error
 
 

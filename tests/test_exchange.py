@@ -1,0 +1,100 @@
+"""The courier: overlap with the backward, groups that are not the whole world, several models on one group."""
+
+from __future__ import annotations
+
+import time
+
+import scenes
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire import VGC
+from gradwire.exchange import courier_of
+
+
+class Slow(torch.autograd.Function):
+    """A backward that takes its time, as that of a large layer does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.3)
+        return grad
+
+
+class SlowStart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(12, 12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        return self.last(Slow.apply(self.first(x)))
+
+
+def overlap():
+    """When each bucket was handed over and when its message was gathered, in the last of three steps."""
+    model = scenes.ddp(SlowStart())
+    wire = gradwire.attach(model, VGC(alpha=1.0))
+    link = wire._link
+    exchange, gather, events = link.exchange, link._delivery._courier.gather, []
+
+    def handed(bucket):
+        events.append(("handed", time.monotonic()))
+        return exchange(bucket)
+
+    def gathered(message):
+        result = gather(message)
+        events.append(("gathered", time.monotonic()))
+        return result
+
+    link.exchange, link._delivery._courier.gather = handed, gathered
+    optimizer = scenes.sgd(model)
+    for step in range(3):
+        events.clear()
+        list(scenes.train(model, range(step, step + 1), optimizer))
+    link._delivery._courier.gather = gather
+    return events
+
+
+def test_the_exchange_overlaps_with_the_backward(spawn):
+    for events in spawn(2, overlap):
+        assert [name for name, _ in events].count("handed") == 4
+        last_handed = max(at for name, at in events if name == "handed")
+        early = [at for name, at in events if name == "gathered" and at < last_handed]
+        assert len(early) >= 2  # the last layer's messages were there while the first layer's backward still ran
+        assert last_handed - min(early) > 0.1
+
+
+def in_a_subgroup():
+    """Ranks 0 and 2 train together; rank 1 has another group of its own, as model-parallel set-ups do."""
+    pair, alone = dist.new_group([0, 2]), dist.new_group([1])
+    group = alone if dist.get_rank() == 1 else pair
+    model = DistributedDataParallel(scenes.net(), process_group=group, bucket_cap_mb=scenes.TINY_BUCKETS)
+    wire = gradwire.attach(model, VGC(alpha=1.0))
+    prints = list(scenes.train(model, range(6), scenes.sgd(model)))
+    return prints, wire._link.world_size
+
+
+def test_groups_that_are_a_part_of_the_world(spawn):
+    results = spawn(3, in_a_subgroup)
+    assert [size for _, size in results] == [2, 1, 2]
+    assert results[0] == results[2]
+    assert results[1][0] != results[0][0]
+
+
+def shared():
+    models = [scenes.ddp(scenes.net(seed)) for seed in range(2)]
+    wires = [gradwire.attach(model, VGC(alpha=1.0)) for model in models]
+    couriers = {id(wire._link._delivery._courier) for wire in wires}
+    return len(couriers), courier_of(models[0].process_group).group is not models[0].process_group
+
+
+def test_models_on_one_group_share_its_courier(spawn):
+    assert spawn(2, shared) == [(1, True), (1, True)]
