@@ -52,7 +52,7 @@ def digest(tensors: Any) -> str:
     """A fingerprint of every bit of the tensors."""
     text = hashlib.sha256()
     for tensor in tensors:
-        text.update(tensor.detach().contiguous().numpy().tobytes())
+        text.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return text.hexdigest()
 
 

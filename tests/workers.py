@@ -19,13 +19,13 @@ class WorkerError(AssertionError):
     """A function raised in a worker; carries its traceback."""
 
 
-def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -43,7 +43,7 @@ def _serve(rank: int, world_size: int, store: str, timeout: float, pipe: Connect
 class Workers:
     """`run(f, *args)` calls f(*args) in every process and returns the results by rank."""
 
-    def __init__(self, world_size: int, timeout: float = TIMEOUT) -> None:
+    def __init__(self, world_size: int, timeout: float = TIMEOUT, backend: str = "gloo") -> None:
         self.world_size = world_size
         context = mp.get_context("spawn")
         store = Path(tempfile.mkdtemp()) / "store"
@@ -51,7 +51,8 @@ class Workers:
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, str(store), timeout, theirs), daemon=True)
+            args = (rank, world_size, str(store), timeout, backend, theirs)
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

@@ -1,0 +1,93 @@
+"""MultiheadAttention under a tap computes what torch computes: outputs, weights, gradients, dropout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.moments import Recorder
+
+from .oracle import trainable
+
+BATCH, SOURCE, TARGET = 3, 5, 4
+
+
+def masks(length: int) -> dict[str, dict[str, Any]]:
+    hidden = torch.zeros(length, SOURCE, dtype=torch.bool)
+    hidden[0, 2] = hidden[2, 0] = True
+    padding = torch.arange(SOURCE)[None] >= torch.tensor([5, 3, 4])[:, None]
+    causal = torch.ones(length, SOURCE).triu(1).bool()
+    return {
+        "none": {},
+        "bool": {"attn_mask": hidden},
+        "float": {"attn_mask": torch.randn(length, SOURCE)},
+        "per head": {"attn_mask": torch.randn(BATCH * 2, length, SOURCE)},
+        "padding": {"key_padding_mask": padding},
+        "float padding": {"key_padding_mask": torch.randn(BATCH, SOURCE)},
+        "both": {"attn_mask": hidden, "key_padding_mask": padding},
+        "causal": {"attn_mask": causal, "is_causal": True},
+        "causal and padding": {"attn_mask": causal, "key_padding_mask": padding, "is_causal": True},
+    }
+
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without bias": {"bias": False},
+    "added bias": {"add_bias_kv": True, "add_zero_attn": True},
+    "other sizes": {"kdim": 3, "vdim": 7},
+    "dropout": {"dropout": 0.4},
+}
+
+
+def outputs(net: nn.Module, inputs: tuple[Tensor, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The output, the weights where given, and all gradients, of the parameters and of the inputs."""
+    torch.manual_seed(7)  # for the dropout
+    leaves = [x.clone().requires_grad_() for x in dict.fromkeys(inputs)]
+    same = dict(zip(dict.fromkeys(inputs), leaves, strict=True))
+    output, weights = net(*(same[x] for x in inputs), **kwargs)
+    net.zero_grad()
+    output.square().sum().backward()
+    found = [output, *([] if weights is None else [weights])]
+    return found + [x.grad for x in leaves] + [param.grad for param in net.parameters()]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("mask", masks(TARGET))
+@pytest.mark.parametrize(
+    ("layer", "how"),
+    [(layer, how) for layer in LAYERS for how in ("self", "cross") if (layer, how) != ("other sizes", "self")],
+)
+def test_equal_to_torch(layer: str, mask: str, how: str, first: bool) -> None:
+    torch.manual_seed(0)
+    net = nn.MultiheadAttention(4, 2, batch_first=first, **LAYERS[layer])
+
+    def sequence(length: int, features: int = 4) -> Tensor:
+        return torch.randn(*((BATCH, length) if first else (length, BATCH)), features)
+
+    memory = sequence(SOURCE)
+    if how == "self":
+        inputs, length = (memory, memory, memory), SOURCE
+    elif layer == "other sizes":
+        inputs, length = (sequence(TARGET), sequence(SOURCE, 3), sequence(SOURCE, 7)), TARGET
+    else:
+        inputs, length = (sequence(TARGET), memory, memory), TARGET
+    for weights in ({"need_weights": True}, {"average_attn_weights": False}, {"need_weights": False}):
+        kwargs = {**masks(length)[mask], **weights}
+        plain = outputs(net, inputs, kwargs)
+        recorder = Recorder(net, trainable(net), strict=True, batch_dim=0 if first else 1)
+        watched = outputs(net, inputs, kwargs)
+        recorder.remove()
+        assert len(plain) == len(watched)
+        for a, b in zip(plain, watched, strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_is_causal_alone_is_refused_as_torch_does() -> None:
+    net, x = nn.MultiheadAttention(4, 2), torch.randn(5, 3, 4)
+    recorder = Recorder(net, trainable(net), batch_dim=1)
+    with pytest.raises(RuntimeError, match="give the attn_mask that it describes"):
+        net(x, x, x, is_causal=True)
+    recorder.remove()

@@ -1,0 +1,122 @@
+"""`gradwire train` as a user runs it: real processes, the files it leaves, its errors, torchrun, resume."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TIMEOUT_S, clean_environment, run_command
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ("train", "--task", "digits", "--compressor", "vgc:alpha=1.5", "--epochs", "2", "--seed", "5")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of two epochs on two workers, and what it printed."""
+    out = tmp_path_factory.mktemp("runs") / "digits"
+    result = run_command(*OPTIONS, "--workers", "2", "--out", str(out))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "", "nothing is written to standard error when all goes well"
+    return out, result.stdout
+
+
+def read_rows(out: Path) -> list[dict[str, float]]:
+    with (out / "metrics.csv").open() as file:
+        return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+
+
+def test_metrics(finished: tuple[Path, str]) -> None:
+    out, printed = finished
+    rows = read_rows(out)
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows] == [44, 88]
+    assert rows[1]["train_loss"] < rows[0]["train_loss"]
+    assert 0.5 < rows[1]["test_accuracy"] <= 1
+    for row in rows:
+        assert 0 < row["bytes_sent"] < row["dense_bytes"] == 44 * 4 * 85_002
+        assert 1 < row["ratio"] < 10_000
+        assert row["bits_per_parameter"] == pytest.approx(8 * row["bytes_sent"] / (44 * 85_002), rel=1e-6)
+        assert row["seconds"] == pytest.approx(44 * row["ms_per_step"] / 1000, rel=1e-6)
+    assert printed.count("epoch 1/2") == printed.count("epoch 2/2") == 1, "rank 0 alone speaks"
+
+
+def test_summary(finished: tuple[Path, str]) -> None:
+    out, _ = finished
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+    assert summary["command"].startswith("gradwire train --task digits --compressor vgc:alpha=1.5")
+    assert summary["finished"] is True
+    assert (summary["seed"], summary["workers"], summary["parameters"]) == (5, 2, 85_002)
+    assert summary["compressor"].startswith("VGC(alpha=1.5")
+    assert set(summary["versions"]) == {"gradwire", "torch", "numpy", "python"}
+    assert summary["total"]["bytes_sent"] == sum(row["bytes_sent"] for row in read_rows(out))
+    assert summary["total"]["steps"] == 88
+
+
+def test_a_finished_run_is_not_run_again(finished: tuple[Path, str]) -> None:
+    out, _ = finished
+    again = run_command(*OPTIONS, "--workers", "2", "--out", str(out), "--resume")
+    assert again.returncode == 0
+    assert "has finished its 2 epochs" in again.stdout
+    refused = run_command(*OPTIONS, "--workers", "2", "--out", str(out))
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("gradwire: error:")
+    assert "already holds a run" in refused.stderr
+
+
+def test_bad_input_is_one_line_and_exit_2() -> None:
+    result = run_command("train", "--compressor", "zip")
+    assert result.returncode == 2
+    assert result.stderr == "gradwire: error: --compressor zip: unknown compressor 'zip'; known: dense, bf16, vgc\n"
+
+
+def test_torchrun_runs_the_same_program(tmp_path: Path, text_file: Path) -> None:
+    """The text task, so that a transformer goes over the wire as well; torchrun decides the number of workers."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train = ["-m", "gradwire", "train", "--task", "text", "--data", str(text_file), "--out", str(tmp_path / "out")]
+    command = [*torchrun, *train, "--steps-per-epoch", "3", "--epochs", "2", "--batch", "4"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=clean_environment())
+    assert result.returncode == 0, result.stderr
+    rows = read_rows(tmp_path / "out")
+    assert [(row["step"], row["workers"]) for row in rows] == [(3, 2), (6, 2)]
+    assert rows[1]["bits_per_byte"] < rows[0]["bits_per_byte"] < 8.5
+
+
+BREAK_RANK_1 = """
+import os
+if os.environ.get("RANK") == "1":
+    from gradwire.train.loop import Trainer
+    take_step = Trainer.take_step
+    def broken(self, indices):
+        if self.standing.step == 3:
+            raise ArithmeticError("broken on purpose")
+        return take_step(self, indices)
+    Trainer.take_step = broken
+"""
+
+
+def test_a_workers_error_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BREAK_RANK_1)
+    out = str(tmp_path / "out")
+    result = run_command(*OPTIONS, "--workers", "2", "--out", out, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.startswith("gradwire: worker 1 failed: ArithmeticError: broken on purpose\n")
+    assert result.stderr.count("ArithmeticError: broken on purpose") == 2, "the message, and its traceback's last line"
+    assert len(result.stderr.splitlines()) < 20
+
+
+def test_demo_prints_one_table() -> None:
+    result = run_command("demo", "--epochs", "1", "--workers", "2")
+    assert result.returncode == 0, result.stderr
+    heading = next(line for line in result.stdout.splitlines() if "method" in line)
+    assert all(name in heading for name in ("test accuracy", "MB sent", "times less", "ratio", "ms/step"))
+    for name in ("Dense (float32)", "BF16", "VGC alpha=1 ", "VGC alpha=1.5"):
+        assert result.stdout.count(name) == 1, name
+    dense, bf16 = (next(line for line in result.stdout.splitlines() if name in line) for name in ("Dense (", "BF16 "))
+    assert "14.96" in dense, "44 steps of 85,002 float32"
+    assert "7.48" in bf16
+    assert "2.0 x" in bf16

@@ -1,0 +1,40 @@
+"""Traffic adds up, and the files say what was measured."""
+
+import csv
+import json
+from pathlib import Path
+
+from gradwire.train.metrics import Traffic, columns, write_csv, write_summary
+from gradwire.train.standing import Standing
+
+
+def test_traffic_adds_and_subtracts() -> None:
+    early = Traffic(2, 100, 300, 800, 50, 1.0, 2.0, 3.0)
+    late = Traffic(6, 500, 1500, 2400, 250, 5.0, 10.0, 7.0)
+    assert (late - early) + early == late
+    row = (late - early).per_step(parameters=100)
+    assert row["ratio"] == 100 * 4 / 200
+    assert row["bits_per_parameter"] == 8 * 400 / (4 * 100)
+    assert (row["encode_ms"], row["exchange_ms"], row["decode_ms"]) == (1.0, 2.0, 1.0)
+    assert Traffic().per_step(100)["ratio"] == float("inf"), "nothing sent"
+
+
+def test_a_standing_survives_being_written_down() -> None:
+    standing = Standing(epoch=1, step=9, position=64, loss_sum=0.1, traffic=Traffic(steps=3), rows=[{"epoch": 1}])
+    again = Standing.from_plain(json.loads(json.dumps(standing.to_plain())))
+    assert again == standing
+    again.next_epoch({"epoch": 2})
+    assert (again.epoch, again.step, again.position, again.total.steps, len(again.rows)) == (2, 9, 0, 3, 2)
+
+
+def test_files(tmp_path: Path) -> None:
+    names = columns(["test_accuracy"])
+    row = {name: float(index) for index, name in enumerate(names)} | {"ratio": float("inf")}
+    write_csv(tmp_path / "metrics.csv", [row, row], ["test_accuracy"])
+    with (tmp_path / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    assert {key: float(value) for key, value in rows[1].items()} == row
+    write_summary(tmp_path / "summary.json", {"a": float("inf"), "b": {"c": 1.5}})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"a": None, "b": {"c": 1.5}}
+    assert len(list(tmp_path.iterdir())) == 2, "nothing temporary is left"
