@@ -9,12 +9,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-import scenes
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradwire
+import scenes
 from gradwire import VGC, Dense
 from gradwire.errors import CheckpointError
 
@@ -202,7 +202,9 @@ def refused(case):
     except CheckpointError as error:
         message = str(error)
     same = wire.state_dict()
-    unchanged = all(torch.equal(same["parameters"][n]["residual"], f["residual"]) for n, f in good["parameters"].items())
+    unchanged = all(
+        torch.equal(same["parameters"][n]["residual"], f["residual"]) for n, f in good["parameters"].items()
+    )
     prints = list(scenes.train(model, range(3, 5), scenes.sgd(model)))  # and it goes on
     return message, unchanged, prints
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import subprocess
 import sys
 import warnings
+import weakref
 
 import pytest
-import scenes
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import scenes
 from gradwire import BF16, VGC, Dense
 
 WORKERS = [1, 2, 3]
@@ -342,6 +344,21 @@ def test_detach_gives_plain_ddp_back(spawn):
         assert prints == plain
         assert "detached" in message
         assert steps == 2
+
+
+def freed():
+    """Models come and go in a long process (a sweep): nothing of ours keeps them."""
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, VGC(alpha=1.0))
+    list(scenes.train(model, range(3), scenes.sgd(model)))
+    watched = [weakref.ref(model), weakref.ref(model.module), weakref.ref(wire._link)]
+    del model, wire
+    gc.collect()
+    return [reference() is None for reference in watched]
+
+
+def test_a_model_that_is_dropped_is_freed(spawn):
+    assert spawn(1, freed) == [[True, True, True]]
 
 
 def first_steps_then_compressed():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-import scenes
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import scenes
 from gradwire import VGC
 from gradwire.exchange import courier_of
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import scenes
 import torch
 from torch import nn
 
 import gradwire
+import scenes
 from gradwire import VGC
 
 

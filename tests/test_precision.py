@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import scenes
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+import scenes
 from gradwire import VGC, Dense
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 
 import pytest
-import scenes
 import torch
 import torch.distributed as dist
 from torch import nn
-from workers import WorkerError, Workers
 
 import gradwire
+import scenes
 from gradwire import VGC, Dense
 from gradwire.errors import AttachError, DisagreementError, GradwireError, MessageError
+from workers import WorkerError, Workers
 
 
 def caught(function, *kinds):
@@ -144,7 +144,9 @@ def test_a_second_synced_backward_is_refused_and_names_the_remedies(spawn):
 def test_the_remedies_keep_the_foreign_gradient_out(spawn):
     straight = spawn(2, second_backward, "nothing between")
     for remedy in ("no_sync", "frozen"):
-        for (message, untouched, _, prints), (_, _, _, expected) in zip(spawn(2, second_backward, remedy), straight, strict=True):
+        for (message, untouched, _, prints), (_, _, _, expected) in zip(
+            spawn(2, second_backward, remedy), straight, strict=True
+        ):
             assert message == "no error"
             assert untouched
             assert prints == expected, remedy

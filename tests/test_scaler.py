@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import scenes
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradwire
+import scenes
 from gradwire import VGC
 
 SPOILED = 5
@@ -100,7 +100,9 @@ def undo_bits():
     outcomes = []
     for spoil in (False, True):
         model = scenes.ddp(scenes.net())
-        wire = gradwire.attach(model, VGC(alpha=1.0, feedback=False), scaler=torch.amp.GradScaler("cpu", init_scale=1.0))
+        wire = gradwire.attach(
+            model, VGC(alpha=1.0, feedback=False), scaler=torch.amp.GradScaler("cpu", init_scale=1.0)
+        )
         optimizer = scenes.sgd(model, lr=0.0)
         for step in range(3):
             x, y = scenes.batch(step)

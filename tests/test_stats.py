@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import scenes
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import gradwire
+import scenes
 from gradwire import BF16, VGC, Dense, exchange
 from gradwire.capacity import REST, Capacity
 from gradwire.layout import Layout

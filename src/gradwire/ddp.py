@@ -2,9 +2,9 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ class Link:
     """What stands between one DDP model and its process group: DDP calls `exchange` with every ready bucket."""
 
     def __init__(self, model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> None:
-        self.model, self.scaler, self._moments = model, scaler, moments
+        self._model = weakref.ref(model)  # DDP's reducer holds this link: the other way round it would never be freed
+        self.scaler, self._moments = scaler, moments
         self.group: dist.ProcessGroup = model.process_group
         self.world_size = dist.get_world_size(self.group)
         self.parameters = named_parameters(model)
@@ -52,6 +53,12 @@ class Link:
         self._step = Step(0, Plan(dense=True))
         self._updates: int | None = None  # the parameters' versions when the last exchange began
         self._layouts: dict[tuple[int, ...], Layout] = {}
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        model = self._model()
+        assert model is not None  # it calls us
+        return model
 
     def use(self, compressor: Compressor) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
@@ -172,13 +179,13 @@ class Link:
         for parameter, slot in zip(bucket.parameters(), layout, strict=True):
             if parameter.grad is None:
                 continue  # unused: DDP would drop the result
-            residual = self.store.take("residual", slot.name)
+            residual = self.store.flush(slot.name)
             if residual is not None:
                 scaled = residual if self.scaler is None else self.scaler.scale(residual.clone())
                 slot.of(bucket.buffer()).add_(scaled)
 
 
-_switches: WeakKeyDictionary[DistributedDataParallel, "Switch"] = WeakKeyDictionary()
+_switches: weakref.WeakKeyDictionary[DistributedDataParallel, "Switch"] = weakref.WeakKeyDictionary()
 
 
 class Switch:

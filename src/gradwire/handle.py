@@ -71,7 +71,7 @@ class Wire:
 
     def stats(self) -> Stats:
         """What this worker sent since `attach` or the last `reset_stats`."""
-        return self._link.meter.stats([fields["residual"] for _, fields in self._link.store.items() if fields])
+        return self._link.meter.stats(self._link.store.residuals())
 
     def reset_stats(self) -> None:
         """Starts the totals anew; the state of the compression is not touched."""

@@ -84,7 +84,9 @@ class _Reader(FileSystemReader):
 def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
     """Writes the state of all ranks into `directory`. Collective."""
     link = wire._live()
-    state_dict_saver.save(sharded_state(wire), storage_writer=FileSystemWriter(os.fspath(directory)), process_group=link.group)
+    state_dict_saver.save(
+        sharded_state(wire), storage_writer=FileSystemWriter(os.fspath(directory)), process_group=link.group
+    )
 
 
 def sharded_state(wire: Wire) -> dict[str, Tensor]:

@@ -55,11 +55,15 @@ class Store:
         """(parameter, its state fields as 1-D views)."""
         return iter(self._fields.items())
 
+    def residuals(self) -> list[Tensor]:
+        """What is held back, parameter by parameter."""
+        return [fields["residual"] for fields in self._fields.values() if "residual" in fields]
+
     def set(self, fields: dict[str, dict[str, Tensor]], powers: dict[str, int]) -> None:
         """Replaces everything; the next bucket lays it out."""
         self._buckets.clear()
         self._fields, self.powers = fields, powers
 
-    def take(self, field: str, name: str) -> Tensor | None:
-        """Hands a field of one parameter over and forgets it: a residual that the next sum takes along."""
-        return self._fields.get(name, {}).pop(field, None)
+    def flush(self, name: str) -> Tensor | None:
+        """Hands a parameter's residual over and forgets its state: the next sum takes the residual along."""
+        return self._fields.pop(name, {}).get("residual")

@@ -9,12 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import Worker
 from torch import Tensor
 
 from gradwire import VGC
 from gradwire.compressors import Context
 from gradwire.layout import Layout
+from oracle import Worker
 
 SIZES = [33, 1, 31, 64, 0, 7]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))
@@ -40,7 +40,11 @@ def gradients(step: int, samples: int = 4) -> tuple[Tensor, Tensor]:
     """A gradient and its second moment as samples make them, over many binades, some elements without noise."""
     random = np.random.default_rng(step)
     scale = 10.0 ** random.uniform(-3, 0, N)
-    each = (random.normal(0.1, 1, (samples, N)) * np.random.default_rng(7).choice([0, 1, 1, 1], N) + 0.02) * scale / samples
+    each = (
+        (random.normal(0.1, 1, (samples, N)) * np.random.default_rng(7).choice([0, 1, 1, 1], N) + 0.02)
+        * scale
+        / samples
+    )
     return torch.tensor(each.sum(0), dtype=torch.float32), torch.tensor((each**2).sum(0), dtype=torch.float32)
 
 
@@ -61,7 +65,9 @@ def test_every_element_of_many_steps_is_that_of_the_specification(options):
         message = vgc.encode(grad, moment, state, context)
         expected = worker.step(grad.numpy(), moment.numpy())
         out = decoded(vgc, message.data, context)
-        assert {i: out[i].item() for i in out.nonzero().flatten().tolist()} == {i: float(x) for i, x in expected.items()}
+        assert {i: out[i].item() for i in out.nonzero().flatten().tolist()} == {
+            i: float(x) for i, x in expected.items()
+        }
         assert torch.equal(state.residual, torch.tensor(np.array(worker.r)))
         assert torch.equal(state.variance, torch.tensor(np.array(worker.v)))
         assert int(message.sent.sum()) == len(expected)

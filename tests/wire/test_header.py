@@ -81,7 +81,9 @@ def test_bounds_hold_even_under_a_right_checksum():
         assert text in refused(resealed(bad)), (place, value)
 
 
-@given(st.lists(st.tuples(st.integers(0, 999), st.integers(0, 15)), unique_by=lambda pair: pair[0]), st.integers(1, 300))
+@given(
+    st.lists(st.tuples(st.integers(0, 999), st.integers(0, 15)), unique_by=lambda pair: pair[0]), st.integers(1, 300)
+)
 @settings(max_examples=100, deadline=None)
 def test_words_come_back_across_chunks(pairs, chunk):
     pairs.sort()
@@ -113,7 +115,17 @@ def test_golden_bytes_of_version_1():
     grad = torch.tensor([0.75, -3.0, 0.1, 1.0, -0.002])
     data = vgc.encode(grad, torch.zeros(5), vgc.init(layout, torch.device("cpu")), Context(layout, 9, (3, 3))).data
     assert data.numpy().tobytes().hex() == (
-        "47525752" "01000100" + hashlib.sha256(b"a (3,)\nb (2,)").hexdigest()[:16] + "09000000" "01000000" "02000000"
-        "01000000" + data[8:10].numpy().tobytes().hex() + "04000000" "03000000" "01000000" "01000000"
-        "00000010" "010000800" "2000040" "03000000" "0000000000000000"
+        "47525752"
+        "01000100" + hashlib.sha256(b"a (3,)\nb (2,)").hexdigest()[:16] + "09000000"
+        "01000000"
+        "02000000"
+        "01000000" + data[8:10].numpy().tobytes().hex() + "04000000"
+        "03000000"
+        "01000000"
+        "01000000"
+        "00000010"
+        "010000800"
+        "2000040"
+        "03000000"
+        "0000000000000000"
     )
