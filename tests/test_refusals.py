@@ -16,10 +16,10 @@ from gradwire.errors import AttachError, DisagreementError, GradwireError, Messa
 from workers import WorkerError, Workers
 
 
-def caught(function, *kinds):
+def caught(function, kind=Exception):
     try:
         function()
-    except kinds or (Exception,) as error:
+    except kind as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 

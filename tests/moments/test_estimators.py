@@ -159,7 +159,7 @@ def test_signs_are_right_on_average(name: str) -> None:
     truth = by_sample(net, losses)
     recorder = Recorder(net, trainable(net), estimator="signs")
     draws: dict[str, list[Tensor]] = {name: [] for name in names}
-    for _ in range(300):
+    for _ in range(200):
         net.zero_grad()
         net(*inputs).square().sum().backward()
         consume_all(recorder)

@@ -145,6 +145,17 @@ def test_a_use_outside_the_module_is_noticed() -> None:
     torch.testing.assert_close(recorder.moment("weight"), net.weight.grad.square())
 
 
+def test_a_use_outside_the_module_is_noticed_though_the_first_gradient_was_zero() -> None:
+    """A gate that starts at zero: the first gradients say nothing."""
+    net, x = nn.Linear(4, 4), torch.randn(5, 4)
+    recorder = Recorder(net, trainable(net))
+    for gate in (0.0, 1.0):
+        net.zero_grad()
+        (gate * F.linear(net(x), net.weight)).pow(2).add(gate).square().sum().backward()
+    assert "also used outside its module" in {row.name: row for row in recorder.coverage()}["weight"].why
+    recorder.remove()
+
+
 def test_a_gradient_of_rounding_only_is_no_doubt() -> None:
     """A key's bias moves no softmax: its gradient is rounding, and its uses cannot add up to it."""
     torch.manual_seed(0)

@@ -1,0 +1,18 @@
+"""The command line, `gradwire ...`. Thin: one file a command, the work is in gradwire.train."""
+
+from __future__ import annotations
+
+import typer
+
+from gradwire.cli.demo import demo
+from gradwire.cli.train import train
+
+app = typer.Typer(
+    name="gradwire",
+    help="Decides what of a gradient goes over the wire.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # they print the locals of every frame, tensors and all
+)
+app.command()(demo)
+app.command()(train)

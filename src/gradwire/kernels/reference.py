@@ -142,7 +142,7 @@ def fit(
     counts = passed.clamp(min=0).tolist()
     if all(count <= room for count, room in zip(counts, capacity, strict=True)):
         return index
-    parts = index.split(counts)
+    parts = torch.split(index, counts)
     return torch.cat(
         [_largest(residual, part, slot, room, step) for part, slot, room in zip(parts, layout, capacity, strict=True)]
     )
