@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import queue
 import threading
@@ -36,12 +37,20 @@ class Courier:
             ranks, timeout=_timeout(group), backend=dist.get_backend(group), use_local_synchronization=local
         )
         self.world_size = len(ranks)
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="gradwire-courier", daemon=True).start()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="gradwire-courier", daemon=True)
+        self._thread.start()
+        atexit.register(self._stop)
 
     def _run(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # or the last step's tensors would live until the next one
+
+    def _stop(self) -> None:
+        """At exit: a thread that is still inside C++ when Python ends takes the whole process down (SIGABRT)."""
+        self._work.put(None)
+        self._thread.join(timeout=5)  # not for ever: it may wait for a rank that is gone
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queues `work`, which must handle its own exceptions."""

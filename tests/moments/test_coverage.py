@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
 from gradwire.moments import Recorder, Row, StrictError, per_sample
+from gradwire.moments.coverage import table
 
 from .oracle import Root, assert_equal, by_sample, consume_all, recorded, trainable
 
@@ -305,3 +306,13 @@ def test_attention_without_a_batch_axis_is_estimated() -> None:
 
     rows = rows_after(Alone(), torch.randn(5, 4))
     assert "its query has no batch axis" in rows["attention.in_proj_weight"].why
+
+
+def test_the_table_names_every_parameter_and_counts_the_kinds() -> None:
+    rows = [Row("a.weight", "exact", ""), Row("b", "step", "b has no exact formula"), Row("c", "exact", "")]
+    assert table(rows).splitlines() == [
+        "a.weight  exact",
+        "b         step   b has no exact formula",
+        "c         exact",
+        "2 exact, 1 step",
+    ]

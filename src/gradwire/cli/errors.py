@@ -1,0 +1,29 @@
+"""Errors on the command line: one readable message, and an exit code that scripts can tell apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from gradwire.train.errors import InputError
+from gradwire.train.launch import WorkerError
+
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+
+
+@contextmanager
+def readable_errors() -> Iterator[None]:
+    """Bad input: the message, exit 2. A failed worker: its error, exit 1. Ctrl-C: exit 130."""
+    try:
+        yield
+    except InputError as error:
+        typer.echo(f"gradwire: error: {error}", err=True)
+        raise typer.Exit(BAD_INPUT) from None
+    except WorkerError as error:
+        typer.echo(f"gradwire: {error}", err=True)
+        raise typer.Exit(FAILED) from None
+    except KeyboardInterrupt:
+        typer.echo("gradwire: interrupted. The same command with --resume goes on from the last checkpoint", err=True)
+        raise typer.Exit(INTERRUPTED) from None

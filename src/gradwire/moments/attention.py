@@ -1,0 +1,181 @@
+"""Step 1, moments: MultiheadAttention, whose projections are Linears called inside one function, where no tap fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradwire.moments.linear import wide
+from gradwire.moments.registry import Formula, Uses, add
+from gradwire.moments.site import Doubt, Site
+from gradwire.moments.tap import Tap, autocast_input, watch
+from gradwire.moments.uses import Direct, Positions, Slice
+
+# part -> (first third of in_proj, number of thirds)
+THIRDS = {"qkv": (0, 3), "q": (0, 1), "k": (1, 1), "v": (2, 1), "kv": (1, 2)}
+Masks = tuple[Tensor | None, Tensor | None]
+
+
+def projection(part: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
+    """As Linear, on the rows of in_proj that this projection uses, or on its own weight where kdim or vdim differ."""
+    first, thirds = THIRDS[part]
+    start, length = first * module.embed_dim, thirds * module.embed_dim
+    own = f"{part}_proj_weight"
+    if own in site.wanted:
+        yield own, Positions(site.positions(g), site.positions(saved[0]))
+    if "in_proj_weight" in site.wanted:
+        used = Positions(site.positions(g), site.positions(saved[0]))
+        yield "in_proj_weight", Slice(used, start, length, module.in_proj_weight.shape)
+    if "in_proj_bias" in site.wanted:
+        used_bias = Direct(site.sums(wide(g), features=1))
+        yield "in_proj_bias", Slice(used_bias, start, length, module.in_proj_bias.shape)
+
+
+def added(name: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
+    """bias_k, bias_v [1, 1, E]: one more position, expanded to the batch."""
+    yield name, Direct(site.sums(wide(g), features=1)[:, None, None])
+
+
+def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
+    raise Doubt("its query has no batch axis (it is not 3-dimensional)")
+
+
+def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> Iterator[Tensor]:
+    """x [.., E] times the rows of `part`, one tensor for each third."""
+    first, thirds = THIRDS[part]
+    rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
+    packed = module.in_proj_weight
+    weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
+    bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
+    x = autocast_input(x)
+    output = F.linear(x, weight, bias)
+    needs_input = any(name.endswith("weight") for name in tap.wanted())
+    return iter(watch(tap, output, (x,) if needs_input else (), part).chunk(thirds, -1))
+
+
+def project_all(module: nn.MultiheadAttention, tap: Tap, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """q, k, v; one multiplication for inputs that are one tensor, as torch does it."""
+    if module.in_proj_weight is not None and key is value:
+        if query is key:
+            return list(project(module, tap, query, "qkv"))
+        return [*project(module, tap, query, "q"), *project(module, tap, key, "kv")]
+    return [next(project(module, tap, x, part)) for x, part in ((query, "q"), (key, "k"), (value, "v"))]
+
+
+def canonical(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """A bool mask as zeros and -inf, to be added."""
+    if mask is None or mask.is_floating_point():
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
+
+
+def one_longer(masks: Masks) -> Masks:
+    """Masks for one more key that everybody sees."""
+    attention, padding = (None if mask is None else F.pad(mask, (0, 1)) for mask in masks)
+    return attention, padding
+
+
+def merged_mask(masks: Masks, heads: int) -> Tensor | None:
+    """[L, S] or [B*H, L, S], and [B, S] -> one mask that broadcasts to [B, H, L, S]."""
+    attention, padding = masks
+    if attention is not None and attention.ndim == 3:
+        attention = attention.reshape(attention.shape[0] // heads, heads, *attention.shape[1:])
+    if padding is None:
+        return attention
+    padding = padding[:, None, None]
+    return padding if attention is None else attention + padding
+
+
+def with_bias(module: nn.MultiheadAttention, tap: Tap, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+    """k, v and one more position, bias_k and bias_v, the same for all samples."""
+    longer = []
+    for name, x in (("bias_k", k), ("bias_v", v)):
+        bias: Tensor = getattr(module, name)
+        shape = [1, 1, x.shape[-1]]
+        shape[axis] = x.shape[axis]
+        extra = bias.expand(shape)
+        longer.append(torch.cat([x, watch(tap, extra, (), name) if name in tap.wanted() else extra], 1 - axis))
+    return longer[0], longer[1]
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, L, E] -> [B, H, L, d]."""
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+
+
+def attend(
+    module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: bool, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """softmax(q k^T / sqrt(d) + mask) v and, where asked for, the softmax; q [B, H, L, d], k, v [B, H, S, d]."""
+    dropout = module.dropout if module.training else 0.0
+    if not weights:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
+    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
+    if mask is not None:
+        scores = scores + mask
+    probabilities = scores.softmax(-1)
+    if dropout > 0.0:
+        probabilities = F.dropout(probabilities, dropout)
+    return probabilities @ v, probabilities
+
+
+def attention_forward(
+    module: nn.MultiheadAttention,
+    tap: Tap,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """MultiheadAttention.forward from tapped projections; equal to torch's to rounding."""
+    masks = (attn_mask, key_padding_mask)
+    if query.ndim != 3 or query.is_nested:
+        flags = (need_weights, attn_mask, average_attn_weights, is_causal)
+        output, found = type(module).forward(module, query, key, value, key_padding_mask, *flags)
+        return watch(tap, output, (), "unbatched"), found
+    if is_causal and attn_mask is None:
+        raise RuntimeError("is_causal is only a hint: give the attn_mask that it describes")
+    causal = is_causal and key_padding_mask is None and not need_weights
+    masks = (None if causal else canonical(attn_mask, query.dtype), canonical(key_padding_mask, query.dtype))
+    axis = 0 if module.batch_first else 1
+    q, k, v = project_all(module, tap, query, key, value)
+    if module.bias_k is not None:
+        k, v = with_bias(module, tap, k, v, axis)
+        masks = one_longer(masks)
+    q, k, v = (split_heads(x.movedim(axis, 0), module.num_heads) for x in (q, k, v))
+    if module.add_zero_attn:
+        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        masks = one_longer(masks)
+    mixed, probabilities = attend(module, q, k, v, merged_mask(masks, module.num_heads), need_weights, causal)
+    output = module.out_proj(mixed.transpose(1, 2).flatten(2).movedim(0, axis))
+    if probabilities is not None and average_attn_weights:
+        probabilities = probabilities.mean(1)
+    return output, probabilities
+
+
+FORMULAS: dict[str, Formula] = {part: partial(projection, part) for part in THIRDS}
+FORMULAS |= {name: partial(added, name) for name in ("bias_k", "bias_v")}
+FORMULAS["unbatched"] = refused
+add(
+    nn.MultiheadAttention,
+    parameters=[
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "bias_k",
+        "bias_v",
+    ],
+    formulas=FORMULAS,
+    forward=attention_forward,
+)

@@ -1,0 +1,87 @@
+"""Step 1, moments: convolutions of any dimension, plain and transposed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from gradwire.moments.registry import Uses, register
+from gradwire.moments.site import Doubt, Site
+from gradwire.moments.uses import Direct, Use, exact_dtype
+
+
+@dataclass
+class Patches(Use):
+    """c_b = weight gradient of the convolution of sample b alone; x [B, I, *], gradient [B, O, *]."""
+
+    x: Tensor
+    gradient: Tensor
+    shape: torch.Size
+    geometry: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.samples = self.x.shape[0]
+        self.dtype = exact_dtype(self.x)
+        # only its shape is read: no weight gradient depends on the weight
+        self.weight = torch.empty(self.shape, dtype=self.dtype, device=self.x.device)
+
+    def _between(self, start: int, stop: int) -> Tensor:
+        gradient, x = (tensor[start:stop].to(self.dtype) for tensor in (self.gradient, self.x))
+        found: Tensor = torch.ops.aten.convolution_backward(
+            gradient, x, self.weight, None, **self.geometry, output_mask=[False, True, False]
+        )[1]
+        return found
+
+    def sample(self, index: int) -> Tensor:
+        return self._between(index, index + 1)
+
+    def total(self) -> Tensor:
+        return self._between(0, self.samples)
+
+
+def geometry_of(module: _ConvNd, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """(the input as the convolution proper sees it, its numbers): padding by value is done before."""
+    padding: Any = module.padding
+    if module.padding_mode != "zeros":
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
+        padding = [0] * len(module.kernel_size)
+    elif isinstance(padding, str):  # "same" may be one longer on one side
+        x = F.pad(x, module._reversed_padding_repeated_twice)
+        padding = [0] * len(module.kernel_size)
+    return x, {
+        "stride": list(module.stride),
+        "padding": list(padding),
+        "dilation": list(module.dilation),
+        "transposed": module.transposed,
+        # where a transposed one was given output_size, the gradient's own size already says it
+        "output_padding": list(module.output_padding),
+        "groups": module.groups,
+    }
+
+
+@register(
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    own_axis=0,
+    casts=True,
+)
+def convolution(module: _ConvNd, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
+    """weight: as Linear with T = output positions and X = patches, sample by sample; bias: sum over positions."""
+    dims = len(module.kernel_size) + 2
+    if gradient.ndim != dims:
+        raise Doubt(f"its input has {gradient.ndim} dims and no batch axis; {dims} with one")
+    gradient = site.samples_first(gradient)
+    if "weight" in site.wanted:
+        x, geometry = geometry_of(module, saved[0])
+        yield "weight", Patches(x, gradient, module.weight.shape, geometry)
+    if "bias" in site.wanted:
+        yield "bias", Direct(gradient.to(exact_dtype(gradient)).flatten(2).sum(2))

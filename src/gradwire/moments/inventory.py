@@ -1,0 +1,90 @@
+"""Step 1, moments: who owns which parameter, and what can never be exact; read once, when a recorder is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from gradwire.moments.registry import Layer, layer_of
+from gradwire.moments.tap import is_free
+
+RAW = "it belongs to a {kind}, which is no layer known here; gradwire.per_sample(param, x) makes a broadcast exact"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """One module that holds a parameter under a local name; lineage: itself and its ancestors, the nearest first."""
+
+    module: nn.Module
+    name: str
+    local: str
+    lineage: tuple[nn.Module, ...]
+
+    @property
+    def layer(self) -> Layer | None:
+        return layer_of(self.module)
+
+
+def clean(path: str, wrapped: bool) -> str:
+    """A module's name as the user's model has it: without DDP's and torch.compile's wrappers."""
+    parts = [part for part in path.split(".") if part and part != "_orig_mod"]
+    return ".".join(parts[1:] if wrapped and parts[:1] == ["module"] else parts)
+
+
+def is_wrapped(root: nn.Module) -> bool:
+    inner = getattr(root, "_orig_mod", root)
+    return isinstance(inner, nn.parallel.DistributedDataParallel)
+
+
+def modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
+    """(clean name, module, its lineage) for every module once."""
+    wrapped = is_wrapped(root)
+    known = dict(root.named_modules())
+    for path, module in known.items():
+        parts = path.split(".") if path else []
+        above = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
+        yield clean(path, wrapped), module, tuple(known[name] for name in above if name in known)
+
+
+def owners_of(root: nn.Module) -> dict[int, list[Owner]]:
+    """id(parameter) -> the modules that hold it."""
+    found: dict[int, list[Owner]] = {}
+    for name, module, lineage in modules_of(root):
+        for local, param in module._parameters.items():
+            if param is not None:
+                found.setdefault(id(param), []).append(Owner(module, name, local, lineage))
+    return found
+
+
+def why_never(owner: Owner) -> str | None:
+    """Why this owner's use can have no exact moment, whatever the caller does; None where it can."""
+    kind = type(owner.module).__name__
+    if isinstance(owner.module, ParametrizationList):
+        return "it is the original of a parametrization, not a layer's own weight"
+    layer = owner.layer
+    if layer is not None:
+        known = owner.local in layer.parameters
+        return None if known else f"{kind} computes its weight from it (weight_norm, pruning), it is no layer's own"
+    containers = (nn.ParameterList, nn.ParameterDict)
+    if type(owner.module).__module__.startswith("torch.nn.modules") and not isinstance(owner.module, containers):
+        return f"{kind} has no exact formula"
+    return None
+
+
+def why_raw(owner: Owner) -> str | None:
+    """Why no tap sits on this owner, though per_sample could still make its parameter exact."""
+    if owner.layer is None:
+        return RAW.format(kind=type(owner.module).__name__)
+    if not is_free(owner.module):
+        return f"the forward of {owner.name!r} was replaced by something else before"
+    return None
+
+
+def speaker(owner: Owner) -> nn.Module:
+    """The module whose output carries the signs: a parametrization's output is a weight and no sample's."""
+    if isinstance(owner.module, ParametrizationList) and len(owner.lineage) > 2:
+        return owner.lineage[2]
+    return owner.module

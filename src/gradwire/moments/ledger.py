@@ -1,0 +1,245 @@
+"""Step 1, moments: one parameter's account: uses are staged in backward, and committed when its gradient arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.moments.estimators import Groups, step
+from gradwire.moments.site import Doubt, StrictError
+from gradwire.moments.uses import Use, exact_dtype, merge
+
+Passes = dict[int, list[Use]]
+
+# How often a parameter whose gradient is nothing but rounding is looked at before it is believed.
+TRIES = 3
+
+
+class Book(Protocol):
+    """What a ledger needs to know of its recorder."""
+
+    paused: frozenset[str]
+    strict: bool
+    estimator: str
+    largest: float
+    ran_backward: bool
+
+    @property
+    def open_samples(self) -> int | None: ...
+
+
+@dataclass
+class Stage:
+    """What one backward (graph task) has brought so far, by forward pass."""
+
+    uses: Passes = field(default_factory=dict)
+    signed: Passes = field(default_factory=dict)
+    doubt: str | None = None
+
+
+def current_task() -> int:
+    return torch._C._current_graph_task_id()
+
+
+def memory_view(flat: Tensor, like: Tensor) -> Tensor:
+    """A flat buffer in the parameter's shape, in the order in which DDP's buckets hold it (its own strides)."""
+    expected = 1
+    for size, stride in sorted(zip(like.shape, like.stride(), strict=True), key=lambda pair: pair[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return flat.view(like.shape)
+        expected *= size
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+
+class Ledger:
+    """The moment of one parameter: stage, commit, consume."""
+
+    def __init__(self, name: str, param: nn.Parameter, book: Book, never: str | None, raw: str | None) -> None:
+        self.name, self.param, self.book = name, param, book
+        self.never = never  # why it can never be exact
+        self.shared = False  # used more than once in a pass
+        self.verified = never is not None  # its uses once added up to its gradient
+        self.hint = raw or "none of its uses is in a layer known here; gradwire.per_sample(param, x) makes it exact"
+        self.estimated = never is not None or raw is not None  # keeps account of micro-batches
+        self.tries = 0
+        self.dtype = exact_dtype(param)
+        self.moment = torch.zeros(param.numel(), dtype=self.dtype, device=param.device)
+        self.staged: dict[int, Stage] = {}
+        self.fresh, self.consumed, self.arrived, self.alone = True, True, False, False
+        self.share: Tensor | None = None
+        self.version = -1
+        self.backwards = 0
+        self.groups: Groups | None = None
+        self.first_samples: int | None = None
+        self.reason: str | None = None  # why this accumulation is estimated
+        self.kind, self.why = "not seen yet", "no gradient so far"
+
+    # ---- staging, from taps in backward
+
+    def stage(self, passed: int, use: Use, signed: bool = False) -> None:
+        stage = self.staged.setdefault(current_task(), Stage())
+        (stage.signed if signed else stage.uses).setdefault(passed, []).append(use)
+
+    def doubt(self, reason: str) -> None:
+        self.staged.setdefault(current_task(), Stage()).doubt = reason
+
+    # ---- the parameter's hooks
+
+    def on_gradient(self, gradient: Tensor) -> None:
+        """Before accumulation: is this the first backward of an accumulation?"""
+        if self.book.paused:
+            return
+        held = self.param.grad
+        self.fresh = self.consumed or held is None or self._cleared(held)
+        # what was in .grad before (and consumed) must not be compared with this backward's uses
+        self.alone = not self.verified and (held is None or not bool(held.any()))
+        # A reference to a first gradient would make AccumulateGrad copy instead of taking it.
+        self.share = gradient.detach() if self.estimated and not self.fresh else None
+
+    def _cleared(self, held: Tensor) -> bool:
+        """zero_grad(set_to_none=False): someone wrote to .grad since, and left nothing in it."""
+        return held._version != self.version and not bool(held.any())
+
+    def on_accumulated(self, param: Tensor) -> None:
+        """After accumulation and before DDP's own hook: the moment counts now, since the gradient does.
+
+        Under autograd.grad(loss, [param]) the tensor hook fires too, this one does not.
+        """
+        if self.book.paused or param.grad is None:  # an optimizer inside backward has taken the gradient already
+            return
+        if self.fresh:
+            self._restart()
+        self.book.ran_backward = True
+        self.backwards += 1
+        # create_graph leaves gradients on, and a backward inside autocast would square in bfloat16
+        with torch.no_grad(), torch.autocast(param.device.type, enabled=False):
+            reason = self._commit(self.staged.pop(current_task(), Stage()), param.grad)
+            self._count_groups(param.grad)
+        self.version = param.grad._version
+        self.arrived, self.consumed = True, False
+        if reason is not None:
+            self._doubted(reason)
+
+    def _restart(self) -> None:
+        self.moment.zero_()
+        self.backwards, self.groups, self.reason = 0, None, None
+
+    def _commit(self, stage: Stage, gradient: Tensor) -> str | None:
+        """Adds what was staged to the moment; the reason when there is nothing exact to add."""
+        reason = "; ".join(why for why in (self.never, stage.doubt) if why) or None
+        if reason is None and not stage.uses:
+            reason = self.hint
+        if reason is None:
+            try:
+                self._add(stage.uses, gradient)
+                return None
+            except Doubt as doubt:
+                reason = str(doubt)
+        if stage.signed and self.book.estimator == "signs":
+            self._finish(merge(uses) for uses in stage.signed.values())
+            self.kind, self.why = "signs", reason
+            return None
+        return reason
+
+    def _add(self, passes: Passes, gradient: Tensor) -> None:
+        if any(len(uses) > 1 for uses in passes.values()):
+            self.shared = True
+        merged = [merge(uses) for uses in passes.values()]
+        self._finish(merged)
+        if self.alone:
+            self._verify(merged, gradient)
+        if self.reason is None:
+            self.kind = next((use.kind for use in merged if use.kind != "exact"), "exact")
+            self.why = "samples interact in a batch norm" if self.kind != "exact" else ""
+
+    def _finish(self, uses: Iterable[Use]) -> None:
+        out = memory_view(self.moment, self.param)
+        if out.dtype != self.dtype:
+            out = torch.zeros_like(self.param, dtype=self.dtype)
+        for use in uses:
+            use.accumulate(out)
+        if out.dtype != self.moment.dtype:
+            memory_view(self.moment, self.param).add_(out)
+
+    def _verify(self, uses: list[Use], gradient: Tensor) -> None:
+        """Once: do the recorded uses add up to the gradient? A use outside its module would be missed silently."""
+        total = torch.stack([use.total() for use in uses]).sum(0)
+        off = float((total - gradient).norm())
+        size, spread = float(gradient.norm()), float(self.moment.sum().clamp(min=0).sqrt())
+        eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(self.dtype).eps)
+        self.book.largest = max(self.book.largest, size / max(1, gradient.numel()) ** 0.5)
+        self.tries += 1
+        # Some gradients are zero but for rounding (a key's bias under softmax): there is nothing to compare.
+        noise = size <= min(0.01, 100 * eps) * self.book.largest * max(1, gradient.numel()) ** 0.5
+        if not (off < float("inf")) or (noise and self.tries < TRIES):
+            return
+        self.verified = True
+        if not noise and off > max(0.01, 16 * eps) * (size + spread):
+            self.never = (
+                f"its recorded uses explain all but {off / (size + spread):.0%} of its gradient: "
+                "it is also used outside its module"
+            )
+            raise Doubt(self.never)
+        self.estimated = False
+
+    def _doubted(self, reason: str) -> None:
+        self.reason, self.estimated = reason, True
+        self.kind, self.why = self._estimate_kind(), reason
+        if self.book.strict:
+            raise StrictError(
+                f"strict=True wants exact moments, but that of {self.name!r} (shape {tuple(self.param.shape)}) "
+                f"would be estimated: {reason}. Name its sample axis with batch_dim={{module: dim}}, "
+                "use gradwire.per_sample, or attach with strict=False"
+            )
+
+    # ---- estimates
+
+    def _count_groups(self, held: Tensor) -> None:
+        """Takes this micro-batch into account, where an estimate may be asked for."""
+        samples = self.book.open_samples
+        if self.backwards == 1:
+            self.first_samples = samples
+        elif self.share is not None and samples is not None and self.first_samples is not None:
+            if self.groups is None and self.backwards == 2:
+                self.groups = Groups(held, self.dtype)
+                self.groups.add(held - self.share, self.first_samples)
+            if self.groups is not None:
+                self.groups.add(self.share, samples)
+        self.share = None
+
+    def _estimate_kind(self) -> str:
+        grouped = self.book.estimator == "groups" and self.groups is not None and self.groups.count > 1
+        return "groups" if grouped else "step"
+
+    @torch.no_grad()
+    def consume(self, gradient: Tensor) -> None:
+        """Completes an estimated moment from the accumulated gradient; the next commit overwrites."""
+        if self.arrived and self.reason is not None:
+            whole = memory_view(gradient, self.param)
+            self.kind, self.why = self._estimate_kind(), self.reason
+            if self.kind == "groups" and self.groups is not None:
+                moment = self.groups.moment(whole)
+            else:
+                moment = step(whole, self.dtype)
+                if self.book.estimator == "groups":
+                    self.why += "; one micro-batch, and groups needs two"
+            memory_view(self.moment, self.param).copy_(moment)
+        self.groups = None
+        self.consumed, self.arrived = True, False
+
+    def bind(self, destination: Tensor) -> None:
+        """From now on the moment lives in a float32 buffer of someone else's."""
+        count = self.param.numel()
+        if destination.shape != (count,) or destination.dtype != torch.float32:
+            raise ValueError(
+                f"the moment of {self.name!r} needs a float32 buffer of shape ({count},), but got "
+                f"{destination.dtype} of shape {tuple(destination.shape)}"
+            )
+        destination.copy_(self.moment)
+        self.moment = destination

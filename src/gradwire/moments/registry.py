@@ -1,0 +1,137 @@
+"""Step 1, moments: the table of layers with an exact formula, and which axis of theirs is the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from gradwire.moments.site import Site
+from gradwire.moments.uses import Use
+
+Uses = Iterable[tuple[str, Use]]
+Formula = Callable[[Any, Tensor, tuple[Tensor, ...], Site], Uses]
+Forward = Callable[..., Any]
+BatchDim = int | None | Mapping[str, int | None]
+F = TypeVar("F", bound=Formula)
+
+# A subclass that overrides one of these computes something else with the same parameters.
+COMPUTING = ("forward", "_conv_forward", "_output_padding")
+TRANSFORMERS = (
+    nn.MultiheadAttention,
+    nn.Transformer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How one class of layer is recorded: its formulas, by part, and its forward where the plain one will not do."""
+
+    parameters: frozenset[str]
+    formulas: Mapping[str, Formula]
+    forward: Forward | None = None
+    own_axis: int | None = None
+    casts: bool = False
+
+
+LAYERS: dict[str, Layer] = {}
+
+
+def path_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def add(
+    *kinds: type | str,
+    parameters: Iterable[str],
+    formulas: Mapping[str, Formula],
+    forward: Forward | None = None,
+    own_axis: int | None = None,
+    casts: bool = False,
+) -> None:
+    """Enters a layer by class, or by its path where its library must not be imported."""
+    layer = Layer(frozenset(parameters), formulas, forward, own_axis, casts)
+    for kind in kinds:
+        LAYERS[kind if isinstance(kind, str) else path_of(kind)] = layer
+
+
+def register(
+    *kinds: type | str, forward: Forward | None = None, own_axis: int | None = None, casts: bool = False
+) -> Callable[[F], F]:
+    """Enters the formula of a layer with a weight and a bias.
+
+    own_axis: the layer's sample axis where its own definition fixes it. casts: autocast lowers its input.
+    """
+
+    def enter(formula: F) -> F:
+        parameters = ("weight", "bias")
+        formulas = {"": formula}
+        add(*kinds, parameters=parameters, formulas=formulas, forward=forward, own_axis=own_axis, casts=casts)
+        return formula
+
+    return enter
+
+
+def layer_of(module: nn.Module) -> Layer | None:
+    """The entry for this module, None when its class, or what it computes, is unknown."""
+    for base in type(module).__mro__:
+        layer = LAYERS.get(path_of(base))
+        if layer is None:
+            continue
+        same = all(getattr(type(module), name, None) is getattr(base, name, None) for name in COMPUTING)
+        return layer if same else None
+    return None
+
+
+def batch_first(module: nn.Module) -> bool:
+    """A Transformer module's own layout; containers take it from their first layer."""
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
+        return batch_first(module.layers[0]) if len(module.layers) else True
+    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+        return batch_first(module.self_attn)
+    return bool(getattr(module, "batch_first", True))
+
+
+def told_axis(batch_dim: BatchDim, name: str) -> tuple[int | None, bool]:
+    """(axis, whether the caller named this module): the longest prefix of the name wins."""
+    if not isinstance(batch_dim, Mapping):
+        return batch_dim, False
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:length])
+        if prefix and prefix in batch_dim:
+            return batch_dim[prefix], True
+    return batch_dim.get("", 0), False
+
+
+def axis_of(
+    batch_dim: BatchDim, name: str, layer: Layer | None, lineage: Iterable[nn.Module]
+) -> tuple[int | None, bool]:
+    """(the sample axis of a module, whether the caller named it); lineage: its ancestors, the nearest first."""
+    axis, named = told_axis(batch_dim, name)
+    if named and (axis is None or layer is None or layer.own_axis is None):
+        return axis, True
+    if layer is not None and layer.own_axis is not None:
+        return layer.own_axis, named
+    for ancestor in lineage:
+        if isinstance(ancestor, TRANSFORMERS):
+            return (0 if batch_first(ancestor) else 1), False
+    return axis, False
+
+
+def check_batch_dim(batch_dim: BatchDim, modules: Iterable[str]) -> None:
+    """Refuses negative axes and names that no module has: a typing error must not become an estimate."""
+    entries = batch_dim if isinstance(batch_dim, Mapping) else {"": batch_dim}
+    known = set(modules)
+    for name, axis in entries.items():
+        if axis is not None and axis < 0:
+            raise ValueError(f"batch_dim must count from the front, but is {axis} for {name!r}; give a dim >= 0")
+        if name and name not in known:
+            near = ", ".join(sorted(known - {""})[:8])
+            raise ValueError(f"batch_dim names {name!r}, but the model has no such module; it has: {near}, ...")

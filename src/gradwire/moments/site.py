@@ -1,0 +1,54 @@
+"""Step 1, moments: one call of one layer, that is which pass, how many samples, along which axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+class Doubt(Exception):  # noqa: N818 - it is no error, it is an answer
+    """No exact moment for this use; the message says why, and the parameter is estimated instead."""
+
+
+class StrictError(RuntimeError):
+    """`strict=True` and a moment would have to be estimated."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call: its forward pass, the batch size B, the sample axis, and the parameters that want a gradient."""
+
+    passed: int
+    batch: int | None
+    axis: int | None
+    training: bool
+    wanted: frozenset[str]
+    compiled: bool = False
+    doubt: str | None = None
+
+    def samples_first(self, tensor: Tensor, features: int = 0) -> Tensor:
+        """[.., B, .., *features] -> [B, .., *features]; doubts when that axis is not B long."""
+        if self.doubt is not None:
+            raise Doubt(self.doubt)
+        if self.axis is None:
+            raise Doubt("batch_dim says that it has no sample axis")
+        if self.batch is None:
+            raise Doubt("the batch size is unknown: no tensor with a batch axis was given to the model's forward")
+        if tensor.ndim - features <= self.axis:
+            raise Doubt(f"a tensor of shape {tuple(tensor.shape)} has no sample axis {self.axis}")
+        if tensor.shape[self.axis] != self.batch:
+            raise Doubt(f"axis {self.axis} is {tensor.shape[self.axis]} long, the batch is {self.batch}")
+        return tensor.movedim(self.axis, 0)
+
+    def positions(self, tensor: Tensor) -> Tensor:
+        """[.., B, .., F] -> [B, T, F], T = product of all other axes."""
+        moved = self.samples_first(tensor, features=1)
+        return moved.reshape(moved.shape[0], prod(moved.shape[1:-1]), moved.shape[-1])
+
+    def sums(self, tensor: Tensor, features: int) -> Tensor:
+        """[.., B, .., *features] -> [B, *features], summed over everything between."""
+        moved = self.samples_first(tensor, features)
+        between = tuple(range(1, moved.ndim - features))
+        return moved.sum(dim=between) if between else moved

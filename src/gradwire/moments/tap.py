@@ -1,0 +1,192 @@
+"""Step 1, moments: the tap on a layer's output: it hands (input, gradient) to the ledgers and changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.moments.ledger import Ledger
+from gradwire.moments.registry import Layer
+from gradwire.moments.site import Doubt, Site
+from gradwire.moments.uses import Settled, Use
+
+if TYPE_CHECKING:
+    from gradwire.moments.recorder import Recorder
+
+ATTRIBUTE = "_gradwire_tap"
+TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
+_keys = itertools.count(1)
+
+
+class Tap:
+    """What hangs on a module whose forward was swapped. A copy of it is dead: it records nothing."""
+
+    live = False
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        layer: Layer | None,
+        axis: int | None,
+        ledgers: Mapping[str, Ledger],
+        recorder: Recorder,
+        named: bool = False,
+    ) -> None:
+        self.module, self.layer, self.axis, self.named = module, layer, axis, named
+        self.ledgers, self.recorder = dict(ledgers), recorder
+        self.signed: dict[str, Ledger] = {}  # parameters estimated from this module's outputs, by random signs
+        self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
+        self.labels = False  # an Embedding once seen with ids that are no positions
+        self.key = next(_keys)
+        self.live = True
+        TAPS[self.key] = self
+
+    def __deepcopy__(self, memo: object) -> Tap:
+        return Tap.__new__(Tap)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled model must load where gradwire is not installed; False is as dead as a dead tap.
+        return (bool, ())
+
+    def wanted(self) -> frozenset[str]:
+        """The parameters that want a gradient now: freezing may come and go between calls."""
+        return frozenset(name for name, ledger in self.ledgers.items() if ledger.param.requires_grad)
+
+    def site(self) -> Site:
+        passed, batch, doubt = self.recorder.now()
+        training = self.module is not None and self.module.training
+        return Site(passed, batch, self.axis, training, self.wanted(), doubt=doubt)
+
+    def stage(self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> None:
+        """Turns (input, gradient) into uses and stages them with the parameters' ledgers."""
+        if not self.live or self.recorder.paused:
+            return
+        assert self.layer is not None
+        self.recorder.enter_task()
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            try:
+                uses = list(self.layer.formulas[part](self.module, gradient, saved, site))
+                for name, use in uses:
+                    if name in site.wanted:
+                        self.ledgers[name].stage(site.passed, self._settled(name, use) if site.compiled else use)
+            except Doubt as doubt:
+                for name in site.wanted:
+                    self.ledgers[name].doubt(str(doubt))
+
+    def keeps(self) -> bool:
+        """Whether a compiled graph must clone what it hands over: uses that may have to be merged."""
+        return any(self.ledgers[name].shared or not self.ledgers[name].verified for name in self.wanted())
+
+    def _settled(self, name: str, use: Use) -> Use:
+        if self.keeps():
+            return use
+        ledger = self.ledgers[name]
+        out = torch.zeros_like(ledger.param, dtype=ledger.dtype)
+        use.accumulate(out)
+        return Settled(out, use.samples, use.kind)
+
+
+class Watch(torch.autograd.Function):
+    """The identity; its backward stages a use. Weight gradients stay torch's own, bit for bit."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, tap: Tap, part: str, site: Site, *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(*saved)  # and not on ctx: both kinds of checkpoint free only what is saved so
+        ctx.set_materialize_grads(False)
+        ctx.tap, ctx.part, ctx.site, ctx.count = tap, part, site, len(saved)
+        # .data and not a view: an in-place ReLU may follow. No layer here saves its own output.
+        return output.data
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        if gradient is not None:
+            # read once: a checkpoint gives each saved tensor back only once
+            ctx.tap.stage(ctx.part, gradient.detach(), ctx.saved_tensors, ctx.site)
+        return (gradient, None, None, None, *[None] * ctx.count)
+
+
+def watch(tap: Tap, output: Tensor, saved: Sequence[Tensor], part: str = "") -> Tensor:
+    """Passes a layer's output on, and has its gradient staged together with the saved inputs."""
+    if torch.compiler.is_compiling():
+        training = tap.module is not None and tap.module.training
+        watched: Tensor = torch.ops.gradwire.tap(output, list(saved), tap.recorder.clock, tap.key, part, training)[0]
+        return watched
+    if not output.requires_grad:
+        return output
+    result: Tensor = Watch.apply(output, tap, part, tap.site(), *saved)  # type: ignore[no-untyped-call]
+    return result
+
+
+def autocast_input(x: Any) -> Any:
+    """What autocast would make of a layer's input: saved once, not once as it is and once as the layer saves it."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def plain_forward(module: nn.Module, tap: Tap, *args: Any, **kwargs: Any) -> Any:
+    """The class's own forward of one input, and the tap on its output."""
+    named = dict(kwargs)
+    x = args[0] if args else named.pop(next(iter(named)))
+    if tap.layer is not None and tap.layer.casts:
+        x = autocast_input(x)
+    output = type(module).forward(module, x, *args[1:], **named)
+    # A bias needs no input: with frozen weights nothing is kept alive for it.
+    return watch(tap, output, (x,) if tap.wanted() - {"bias"} else ())
+
+
+def transformed() -> bool:
+    """Inside torch.func, a tracer or an exporter: there is no backward of ours to see."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
+
+
+# The name matters: a bound method is copied and pickled by the name of its function, so that a deep copy (an EMA
+# model) gets this forward bound to itself, and an unpickled model gets its class's own.
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a watched module: its own, with the output tapped while someone listens."""
+    tap: Tap = getattr(self, ATTRIBUTE)
+    if not tap or not tap.live or not torch.is_grad_enabled() or transformed():
+        return type(self).forward(self, *args, **kwargs)
+    # torch.func.functional_call puts other tensors in the parameters' places: not ours to record.
+    own = all(self._parameters.get(name) is ledger.param for name, ledger in tap.ledgers.items())
+    if own and tap.layer is not None and tap.wanted():
+        result = (tap.layer.forward or plain_forward)(self, tap, *args, **kwargs)
+    else:
+        result = type(self).forward(self, *args, **kwargs)
+    if tap.after is not None and not torch.compiler.is_compiling():
+        return tap.after(self, tap, result)
+    return result
+
+
+def is_free(module: nn.Module) -> bool:
+    """Whether forward can be swapped: it is the class's own, or a dead copy's of ours."""
+    mine = module.__dict__.get("forward")
+    if mine is None:
+        return True
+    function = getattr(mine, "__func__", None)
+    tap = module.__dict__.get(ATTRIBUTE)
+    return function is type(module).forward or (function is forward and not (tap and tap.live))
+
+
+def install(module: nn.Module, tap: Tap) -> None:
+    setattr(module, ATTRIBUTE, tap)
+    module.forward = types.MethodType(forward, module)
+
+
+def uninstall(module: nn.Module, tap: Tap) -> None:
+    """Restores the class's forward, unless someone swapped it again over ours."""
+    tap.live = False
+    ours = getattr(module.__dict__.get("forward"), "__func__", None) is forward
+    if ours and module.__dict__.get(ATTRIBUTE) is tap:
+        delattr(module, ATTRIBUTE)
+        del module.__dict__["forward"]

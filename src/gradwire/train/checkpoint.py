@@ -1,0 +1,89 @@
+"""Save a run and go on with it, bit for bit. Everything loads with weights_only=True: nothing is unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradwire
+from gradwire.train import randomness
+from gradwire.train.files import sha256, sync, write_atomic
+from gradwire.train.loop import Trainer
+from gradwire.train.run_directory import FORMAT, LATEST, MANIFEST, Checkpoint, checkpoint_path
+from gradwire.train.standing import Standing
+
+TRAINING, WIRE = "training.pt", "wire"
+
+
+def save(trainer: Trainer, out: Path) -> None:
+    """All ranks: write a new checkpoint beside the old one, make it the latest, then remove the old one.
+
+    1 everything into a folder whose name nobody looks for   2 force it to the disk, rename   3 `latest` names it
+    """
+    team, standing = trainer.team, trainer.gather_standing()
+    final = checkpoint_path(out, standing.epoch, standing.step)
+    unfinished = final.with_name(f"{final.name}.unfinished")
+    if team.leads:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    team.barrier()
+    gradwire.save(trainer.wire, unfinished / WIRE)
+    generators = team.gather(randomness.get_state(team.device)).cpu()
+    if team.leads:
+        content = {
+            "model": trainer.model.state_dict(),
+            "optimizer": trainer.optimizer.state_dict(),
+            "standing": standing.to_plain(),
+            "generators": generators,
+        }
+        torch.save(content, unfinished / TRAINING)
+        write_manifest(unfinished, standing, team.world)
+        publish(unfinished, final)
+    team.barrier()
+
+
+def write_manifest(folder: Path, standing: Standing, workers: int) -> None:
+    """List every file with its size and digest, and force all of it to the disk."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sync(path)
+        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+    manifest = {"format": FORMAT, "workers": workers, "epoch": standing.epoch, "step": standing.step, "files": files}
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Give the checkpoint its name, point to it, and remove all others."""
+    os.replace(unfinished, final)
+    write_atomic(final.parent / LATEST, final.name + "\n")
+    for other in final.parent.glob("epoch-*"):
+        if other != final:
+            shutil.rmtree(other)
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> int:
+    """All ranks: put the trainer back where it was. Returns the number of workers that wrote the checkpoint."""
+    content: dict[str, Any] = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
+    trainer.model.load_state_dict(content["model"])
+    trainer.optimizer.load_state_dict(content["optimizer"])
+    gradwire.load(trainer.wire, checkpoint / WIRE)
+    trainer.standing = Standing.from_plain(content["standing"])
+    generators, team = content["generators"], trainer.team
+    if len(generators) == team.world:
+        randomness.set_state(generators[team.rank], team.device)
+    else:
+        randomness.seed_worker(trainer.plan.seed, team.rank, trainer.standing.step)
+    return len(generators)
+
+
+def describe(checkpoint: Checkpoint, workers: int) -> str:
+    """What is said when a run goes on."""
+    text = f"going on after epoch {checkpoint.epoch}, step {checkpoint.step}"
+    if checkpoint.workers != workers:
+        text += f"; the state of {checkpoint.workers} workers is carried over to {workers}"
+    return text

@@ -1,0 +1,39 @@
+"""The table of optimizers a run can use. They run on the decoded mean gradient, after the exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+
+from gradwire.train.errors import InputError
+
+Maker = Callable[..., torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Maker] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
+
+
+def find(name: str) -> Maker:
+    """The optimizer called `name`, or an error that lists those there are."""
+    if name not in OPTIMIZERS:
+        raise InputError(f"unknown optimizer {name!r}. Known optimizers: {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[name]
+
+
+def make(
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """The optimizer `name` on `parameters`."""
+    return find(name)(parameters, lr=learning_rate, weight_decay=weight_decay)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give every parameter group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate

@@ -1,0 +1,88 @@
+"""The workers of a run as one of them sees them: its rank, its device, and the few things they do together."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.train.errors import InputError
+
+
+@dataclass(frozen=True)
+class Team:
+    """One worker's place among `world` workers."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker writes the files."""
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all workers."""
+        total = tensor.to(self.device, copy=True)
+        dist.all_reduce(total)
+        return total
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all workers, stacked by rank; they must have one shape."""
+        mine = tensor.to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone)
+
+    def tell(self, *numbers: int) -> list[int]:
+        """Rank 0's numbers, on every rank."""
+        message = torch.tensor(numbers, device=self.device)
+        dist.broadcast(message, 0)
+        return [int(number) for number in message.tolist()]
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every rank the buffers of rank 0, as DDP does before a step: they are tested with one set of them."""
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+    def barrier(self) -> None:
+        """Wait for all workers."""
+        dist.barrier()
+
+
+def inside_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a worker that torchrun has started."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.device:
+    """A GPU of its own for every worker on this machine, or the CPU for all of them."""
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cuda" and n_gpus < local_world:
+        raise InputError(f"--device cuda: {local_world} workers on this machine need a GPU each, there are {n_gpus}")
+    if wanted == "cpu" or n_gpus < local_world:
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def joined(device_name: str) -> Iterator[Team]:
+    """Join the process group torchrun has described in the environment, and leave it at the end."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    device = choose_device(device_name, local_rank, local_world)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    if rank != 0:
+        warnings.simplefilter("ignore")  # rank 0 warns for all
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    yield Team(rank, world, device)
+    dist.destroy_process_group()  # not after an error: the others may never come, and the process ends anyway
