@@ -7,6 +7,7 @@ import copy
 import gc
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 
@@ -353,7 +354,11 @@ def freed():
     list(scenes.train(model, range(3), scenes.sgd(model)))
     watched = [weakref.ref(model), weakref.ref(model.module), weakref.ref(wire._link)]
     del model, wire
-    gc.collect()
+    for _ in range(50):  # the courier's thread may still be on its way out of the last step
+        gc.collect()
+        if not any(reference() for reference in watched):
+            break
+        time.sleep(0.1)
     return [reference() is None for reference in watched]
 
 

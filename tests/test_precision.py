@@ -74,16 +74,12 @@ def compiled(order):
     """torch.compile inside or outside of DDP; the backend keeps torch's own kernels, so that the bits can agree."""
     torch._dynamo.reset()
     if order == "outside":
-        model = torch.compile(scenes.ddp(scenes.net()), backend="aot_eager")
-        wire = gradwire.attach(model, VGC(alpha=1.0), strict=True)
+        model = torch.compile(DistributedDataParallel(scenes.net()), backend="aot_eager")
     elif order == "inside":
-        model = DistributedDataParallel(
-            torch.compile(scenes.net(), backend="aot_eager"), bucket_cap_mb=scenes.TINY_BUCKETS
-        )
-        wire = gradwire.attach(model, VGC(alpha=1.0), strict=True)
+        model = DistributedDataParallel(torch.compile(scenes.net(), backend="aot_eager"))
     else:
-        model = scenes.ddp(scenes.net())
-        wire = gradwire.attach(model, VGC(alpha=1.0), strict=True)
+        model = DistributedDataParallel(scenes.net())
+    wire = gradwire.attach(model, VGC(alpha=1.0), strict=True)
     list(scenes.train(model, range(5), scenes.sgd(model)))
     return wire.state_dict()["parameters"], [p.detach().clone() for p in model.parameters()], wire.coverage()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import queue
 import threading
@@ -48,9 +49,16 @@ class Courier:
             del work  # or the last step's tensors would live until the next one
 
     def _stop(self) -> None:
-        """At exit: a thread that is still inside C++ when Python ends takes the whole process down (SIGABRT)."""
+        """At exit: a thread that is still inside C++ when Python ends takes the whole process down (SIGABRT).
+
+        That is our own thread, and Gloo's, which may still hold the last message: without the group they are joined.
+        """
         self._work.put(None)
         self._thread.join(timeout=5)  # not for ever: it may wait for a rank that is gone
+        if not self._thread.is_alive() and dist.get_backend_config(self.group).startswith("gloo"):
+            with contextlib.suppress(Exception):  # the program may have destroyed all groups already
+                dist.destroy_process_group(self.group)
+            del self.group
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queues `work`, which must handle its own exceptions."""

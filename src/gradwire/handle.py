@@ -31,7 +31,7 @@ def attach(
     batch_dim: the sample axis, or {module name: axis or None} where a part of the model has another one.
     estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
     """
-    if not isinstance(compressor, Gather | Sum):
+    if isinstance(compressor, type) or not isinstance(compressor, Gather | Sum):
         raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {compressor!r}")
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
     link = open_link(model, scaler, moments)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
 
-from gradwire.moments import Recorder, Row, StrictError, per_sample
+from gradwire.errors import MomentError
+from gradwire.moments import Recorder, Row, per_sample
 from gradwire.moments.coverage import table
 
 from .oracle import Root, assert_equal, by_sample, consume_all, recorded, trainable
@@ -102,7 +103,7 @@ def test_what_has_no_exact_moment_is_estimated_and_says_why(name: str) -> None:
 def test_strict_refuses_estimates_and_names_the_parameter(name: str) -> None:
     make, shape, param, why = ESTIMATED[name]
     net = make()
-    with pytest.raises(StrictError, match="strict=True wants exact moments") as caught:
+    with pytest.raises(MomentError, match="strict=True wants exact moments") as caught:
         rows_after(net, torch.randn(*shape), strict=True)
     assert why.split(",")[0] in str(caught.value)
     assert "strict=False" in str(caught.value)

@@ -135,9 +135,7 @@ def quantize(residual: Tensor, passes: Tensor, layout: Layout, rule: Rule) -> tu
     return exponents, sign | (distance & WINDOW), passes & (distance <= WINDOW)
 
 
-def fit(
-    residual: Tensor, index: Tensor, passed: Tensor, layout: Layout, capacity: Sequence[int], step: int
-) -> Tensor:
+def fit(residual: Tensor, index: Tensor, passed: Tensor, layout: Layout, capacity: Sequence[int], step: int) -> Tensor:
     """The places that fit, ascending; `passed` [K] of them are in each tensor."""
     counts = passed.clamp(min=0).tolist()
     if all(count <= room for count, room in zip(counts, capacity, strict=True)):

@@ -9,8 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from gradwire.errors import MomentError
+from gradwire.layout import in_shape
 from gradwire.moments.estimators import Groups, step
-from gradwire.moments.site import Doubt, StrictError
+from gradwire.moments.site import Doubt
 from gradwire.moments.uses import Use, exact_dtype, merge
 
 Passes = dict[int, list[Use]]
@@ -43,18 +45,6 @@ class Stage:
 
 def current_task() -> int:
     return torch._C._current_graph_task_id()
-
-
-def memory_view(flat: Tensor, like: Tensor) -> Tensor:
-    """A flat buffer in the parameter's shape, in the order in which DDP's buckets hold it (its own strides)."""
-    expected = 1
-    for size, stride in sorted(zip(like.shape, like.stride(), strict=True), key=lambda pair: pair[1]):
-        if size == 1:
-            continue
-        if stride != expected:
-            return flat.view(like.shape)
-        expected *= size
-    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
 
 
 class Ledger:
@@ -159,13 +149,13 @@ class Ledger:
             self.why = "samples interact in a batch norm" if self.kind != "exact" else ""
 
     def _finish(self, uses: Iterable[Use]) -> None:
-        out = memory_view(self.moment, self.param)
+        out = in_shape(self.moment, self.param)
         if out.dtype != self.dtype:
             out = torch.zeros_like(self.param, dtype=self.dtype)
         for use in uses:
             use.accumulate(out)
         if out.dtype != self.moment.dtype:
-            memory_view(self.moment, self.param).add_(out)
+            in_shape(self.moment, self.param).add_(out)
 
     def _verify(self, uses: list[Use], gradient: Tensor) -> None:
         """Once: do the recorded uses add up to the gradient? A use outside its module would be missed silently."""
@@ -192,7 +182,7 @@ class Ledger:
         self.reason, self.estimated = reason, True
         self.kind, self.why = self._estimate_kind(), reason
         if self.book.strict:
-            raise StrictError(
+            raise MomentError(
                 f"strict=True wants exact moments, but that of {self.name!r} (shape {tuple(self.param.shape)}) "
                 f"would be estimated: {reason}. Name its sample axis with batch_dim={{module: dim}}, "
                 "use gradwire.per_sample, or attach with strict=False"
@@ -221,7 +211,7 @@ class Ledger:
     def consume(self, gradient: Tensor) -> None:
         """Completes an estimated moment from the accumulated gradient; the next commit overwrites."""
         if self.arrived and self.reason is not None:
-            whole = memory_view(gradient, self.param)
+            whole = in_shape(gradient, self.param)
             self.kind, self.why = self._estimate_kind(), self.reason
             if self.kind == "groups" and self.groups is not None:
                 moment = self.groups.moment(whole)
@@ -229,7 +219,7 @@ class Ledger:
                 moment = step(whole, self.dtype)
                 if self.book.estimator == "groups":
                     self.why += "; one micro-batch, and groups needs two"
-            memory_view(self.moment, self.param).copy_(moment)
+            in_shape(self.moment, self.param).copy_(moment)
         self.groups = None
         self.consumed, self.arrived = True, False
 

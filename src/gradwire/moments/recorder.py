@@ -10,17 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradwire.errors import MomentError
+from gradwire.layout import in_shape
 from gradwire.moments import inventory
 from gradwire.moments.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.compiled import RECORDERS, UNKNOWN
 from gradwire.moments.coverage import Row, report
 from gradwire.moments.estimators import ESTIMATORS
 from gradwire.moments.inventory import Owner
-from gradwire.moments.ledger import Ledger, current_task, memory_view
+from gradwire.moments.ledger import Ledger, current_task
 from gradwire.moments.passes import PassHook, batch_size, weakly
 from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim, told_axis
 from gradwire.moments.signs import watch_signed
-from gradwire.moments.site import StrictError
 from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, uninstall
 
 _keys = itertools.count(1)
@@ -92,7 +93,7 @@ class Recorder:
             never = never if self.exact else "exact=False"
             raw = next((why for owner in held if (why := inventory.why_raw(owner))), None)
             if never and self.strict:
-                raise StrictError(
+                raise MomentError(
                     f"strict=True wants exact moments, but that of {name!r} (shape {tuple(param.shape)}) "
                     f"can only be estimated: {never}. Replace the layer, or attach with strict=False"
                 )
@@ -212,7 +213,7 @@ class Recorder:
     def moment(self, name: str) -> Tensor:
         """The moment as it stands, in the parameter's shape; estimated ones are complete after consume."""
         ledger = self.ledgers[name]
-        return memory_view(ledger.moment, ledger.param)
+        return in_shape(ledger.moment, ledger.param)
 
     def coverage(self) -> list[Row]:
         """One row a parameter: exact or estimated, and why."""

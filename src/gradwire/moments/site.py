@@ -12,10 +12,6 @@ class Doubt(Exception):  # noqa: N818 - it is no error, it is an answer
     """No exact moment for this use; the message says why, and the parameter is estimated instead."""
 
 
-class StrictError(RuntimeError):
-    """`strict=True` and a moment would have to be estimated."""
-
-
 @dataclass(frozen=True)
 class Site:
     """One call: its forward pass, the batch size B, the sample axis, and the parameters that want a gradient."""

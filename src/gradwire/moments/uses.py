@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gradwire.moments.site import Doubt
 
-# Samples are taken together while their gradients fit in so many elements: with tiny weights a loop over
-# single samples costs more in calls than in arithmetic. A constant, so never batch x weights.
+# Samples are taken together while their gradients fit in so many elements, and never more than half of them: with tiny
+# weights a loop over single samples costs more in calls than in arithmetic. So nothing has batch x weights elements.
 WORKSPACE = 1 << 16
 
 
@@ -70,7 +70,7 @@ class Positions(Use):
             left, right = (side[:, 0].to(self.dtype).square() for side in (self.left, self.right))
             out.addmm_(left.T, right)
             return
-        chunk = max(1, WORKSPACE // max(1, out.numel()))
+        chunk = max(1, min(WORKSPACE // max(1, out.numel()), self.samples // 2))
         if chunk == 1:
             super().accumulate(out)
             return
