@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,19 @@ def test_a_workers_error_is_shown_once(tmp_path: Path) -> None:
     assert result.stderr.startswith("gradwire: worker 1 failed: ArithmeticError: broken on purpose\n")
     assert result.stderr.count("ArithmeticError: broken on purpose") == 2, "the message, and its traceback's last line"
     assert len(result.stderr.splitlines()) < 20
+
+
+def test_vgc_reaches_the_accuracy_of_dense_on_digits() -> None:
+    """The whole demo: 4 real workers, real data, the same number of epochs for every method."""
+    result = run_command("demo")
+    assert result.returncode == 0, result.stderr
+    rows = {
+        name: re.search(rf"{name}[^%]* ([\d.]+) %.*? ([\d.]+) x", result.stdout) for name in ("Dense", "VGC alpha=1 ")
+    }
+    (dense, _), (vgc, less) = ((float(row[1]), float(row[2])) for row in rows.values() if row)
+    assert dense > 96
+    assert vgc >= dense - 1
+    assert less > 4  # and it sent much less
 
 
 def test_demo_prints_one_table() -> None:
