@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gradwire.moments.recorder import Recorder
 
 ATTRIBUTE = "_gradwire_tap"
+TELLS_EXPORT = torch.__version__ >= "2.12"  # before, is_exporting() is true in every compiled graph
 TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
 
@@ -146,7 +147,7 @@ def plain_forward(module: nn.Module, tap: Tap, *args: Any, **kwargs: Any) -> Any
 def transformed() -> bool:
     """Inside torch.func, a tracer or an exporter: there is no backward of ours to see."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return TELLS_EXPORT and torch.compiler.is_exporting()
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
 
 
