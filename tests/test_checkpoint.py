@@ -163,7 +163,7 @@ def test_layers_that_came_or_went(spawn):
         assert "extra.weight" in text
         assert "3.weight" in text
         assert torch.equal(fields["0.weight"]["residual"], state["parameters"]["0.weight"]["residual"])
-        assert "extra.weight" not in fields  # starts from zero at its first bucket
+        assert fields["extra.weight"]["residual"].eq(0).all()
     for text, fields, _ in spawn(2, changed_layers, True):
         assert "strict=False" in text
         assert fields == {}  # nothing changed
@@ -261,9 +261,78 @@ def test_a_damaged_directory_is_refused_and_nothing_is_unpickled(spawn, tmp_path
     assert all("cannot be read" in message for message in spawn(2, load_from, tmp_path / "wire"))
 
 
+def hostile(directory, case):
+    """The index of a checkpoint, changed by someone who means harm."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())
+    key = next(k for k in metadata.state_dict_metadata if k.endswith("0.weight/residual"))
+    if case == "huge":
+        metadata.state_dict_metadata[key].size = torch.Size([1 << 50])
+    elif case == "size":
+        metadata.state_dict_metadata[key].size = "abc"
+    elif case == "path":
+        for info in metadata.storage_data.values():
+            info.relative_path = f"../{directory.name}/{info.relative_path}"
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(("case", "text"), [("huge", "too large"), ("size", "damaged"), ("path", "outside of it")])
+def test_a_hostile_index_is_refused(spawn, tmp_path, case, text):
+    spawn(2, train_and_save, tmp_path / "wire", 3)
+    hostile(tmp_path / "wire", case)
+    assert all(text in message for message in spawn(2, load_from, tmp_path / "wire"))
+
+
+def load_from_one(directory):
+    return load_from(directory if dist.get_rank() == 0 else directory / "missing")
+
+
+def test_a_checkpoint_that_one_rank_cannot_see_is_refused_by_all(spawn, tmp_path):
+    spawn(2, train_and_save, tmp_path / "wire", 3)
+    messages = spawn(2, load_from_one, tmp_path / "wire")
+    assert "another rank" in messages[0]
+    assert "no checkpoint" in messages[1]
+
+
+def uneven(directory, double):
+    """Ranks that use other layers hold other things back; and a program may compute in float64 by default."""
+    torch.set_default_dtype(torch.float64 if double else torch.float32)
+    try:
+        model = scenes.ddp(scenes.net().float(), find_unused_parameters=True)
+        wire = gradwire.attach(model, VGC(alpha=4.0))
+        optimizer = scenes.sgd(model)
+        for step in range(5):
+            x, y = scenes.batch(step)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x.float()), y).backward()
+            optimizer.step()
+        wire.compressor = Dense()
+        wire._link.store.set({n: f for n, f in wire._link.store.items() if dist.get_rank() or n != "0.weight"}, POWERS)
+        gradwire.save(wire, directory)
+        before = scenes.state_of(wire, "residual")
+        other = gradwire.attach(scenes.ddp(scenes.net().float()), VGC(alpha=4.0))
+        gradwire.load(other, directory, strict=True)
+        after = scenes.state_of(other, "residual")
+        return all(torch.equal(before[name], after[name]) for name in before), float(after["2.weight"].abs().sum())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+POWERS = {"residual": 1, "variance": 2}
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_ranks_that_hold_different_things_are_saved_whole(spawn, tmp_path, double):
+    for equal, size in spawn(2, uneven, tmp_path / "wire", double):
+        assert equal
+        assert size > 0
+
+
 def test_reshard_refuses_a_part_of_the_states(spawn, tmp_path):
     states = spawn(2, train_and_save, tmp_path / "wire", 3)
     with pytest.raises(CheckpointError, match="all ranks in order"):
         gradwire.reshard(states[::-1], 3)
     with pytest.raises(CheckpointError, match="all ranks in order"):
         gradwire.reshard(states[:1], 3)
+    for bad in ([], 2), (states, 0), (states, -1):
+        with pytest.raises(CheckpointError, match="at least 1 worker"):
+            gradwire.reshard(*bad)

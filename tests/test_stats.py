@@ -139,7 +139,7 @@ def test_padding_is_counted_and_small_in_steady_state(spawn, workers):
 def test_a_step_never_costs_more_than_the_dense_one():
     layout = Layout.of([("a", (10_000,)), ("b", (3_000,))])
     for world_size in (1, 2, 8, 64):
-        capacity = Capacity(layout.numel, world_size)
+        capacity = Capacity(4 * layout.numel, world_size)
         assert capacity.plan().dense  # nothing is known yet
         capacity.note(layout, [5_000, 2_900])
         capacity.end_step(capacity.plan())
@@ -155,7 +155,7 @@ def test_a_step_never_costs_more_than_the_dense_one():
 
 def test_capacity_follows_what_passed_and_keeps_absent_tensors():
     layout = Layout.of([("a", (10_000,)), ("b", (3_000,))])
-    capacity = Capacity(layout.numel, 2)
+    capacity = Capacity(4 * layout.numel, 2)
     capacity.note(layout, [400, 100])
     capacity.end_step(capacity.plan())
     plan = capacity.plan()

@@ -1,9 +1,9 @@
 """How long a message is: known to all ranks before it is sent, from what passed one step earlier.
 
 Every tensor has room of its own, so that the buckets it happens to lie in change nothing. Elements that do not fit stay
-in their residual. All messages of a step together never cost more than the dense all-reduce: a rank passes on (W - 1)
-messages here and 2 (W - 1) / W of the gradient there, so its messages may have 8 N / W bytes. Where more is needed, and
-in the first step, the step is a dense one: everything is sent.
+in their residual. The messages of a step never cost more than the all-reduce of plain DDP: a rank passes on (W - 1)
+messages here and 2 (W - 1) / W of the gradient there, so its messages may have 2 / W of the gradient's bytes. Where
+more is needed, and in the first step, everything is sent, in float32: a dense step. A tiny model has only such steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Plan:
 class Capacity:
     """Follows the largest count that passed over the ranks, by parameter, at a lag of one step."""
 
-    n_parameters: int
+    dense_bytes: int  # of the gradient, as plain DDP sends it
     world_size: int
     passed: dict[str, int] = field(default_factory=dict)
     since_dense: int = REST
@@ -50,8 +50,8 @@ class Capacity:
         if not self.passed:
             return Plan(dense=True)
         need = sum(padded(count) for count in self.passed.values())
-        limit = max(0, 2 * self.n_parameters // self.world_size - HEAD_WORDS * len(self.passed))
-        if need > limit and self.since_dense >= REST:
+        limit = self.dense_bytes // (2 * self.world_size) - HEAD_WORDS * len(self.passed)
+        if limit < padded(0) * len(self.passed) or (need > limit and self.since_dense >= REST):
             return Plan(dense=True)
         return Plan(dense=False, scale=min(1.0, limit / need))
 
@@ -59,13 +59,16 @@ class Capacity:
         """Elements that fit into this bucket's message, by tensor."""
         if plan.dense:
             return (0,) * len(layout)
-        wanted = (math.floor(padded(self.passed.get(name, 0)) * plan.scale) for name in layout.names)
+        # a tensor that had no gradient so far is about to be looked at for the first time
+        counts = (self.passed.get(slot.name, slot.numel // 4) for slot in layout)
+        wanted = (math.floor(padded(count) * plan.scale) for count in counts)
         return tuple(min(room, slot.numel) for room, slot in zip(wanted, layout, strict=True))
 
     def note(self, layout: Layout, passed: Sequence[int]) -> None:
         """Takes the counts of one bucket; a parameter that no rank had a gradient for keeps its last one."""
         for name, count in zip(layout.names, passed, strict=True):
-            self.passed[name] = count if count >= 0 else self.passed.get(name, 0)
+            if count >= 0:
+                self.passed[name] = count
 
     def end_step(self, plan: Plan) -> None:
         self.since_dense = 0 if plan.dense else min(REST, self.since_dense + 1)

@@ -15,7 +15,7 @@ from gradwire.exchange import agree
 from gradwire.layout import in_shape
 
 if TYPE_CHECKING:
-    from gradwire.ddp import Link
+    from gradwire.link import Link
 
 FORMAT = 1
 HEAD: dict[str, type] = {
@@ -42,11 +42,25 @@ def state_dict(link: Link) -> dict[str, Any]:
         "since_dense": link.capacity.since_dense,
         "passed": dict(link.capacity.passed),
         "powers": dict(link.store.powers),
-        "parameters": {
-            name: {field: _at_rest(flat, link.parameters[name]) for field, flat in fields.items()}
-            for name, fields in link.store.items()
-        },
+        "parameters": _parameters(link),
     }
+
+
+def _parameters(link: Link) -> dict[str, dict[str, Tensor]]:
+    """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
+    held, fields = dict(link.store.items()), link.store.powers
+    return {
+        name: {
+            field: _at_rest(held[name][field], parameter) if field in held.get(name, {}) else _nothing(parameter)
+            for field in fields
+        }
+        for name, parameter in link.parameters.items()
+        if fields
+    }
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
 
 
 def _at_rest(flat: Tensor, parameter: Tensor) -> Tensor:
@@ -56,7 +70,7 @@ def _at_rest(flat: Tensor, parameter: Tensor) -> Tensor:
 
 def _in_flight(value: Tensor, parameter: Tensor) -> Tensor:
     """A flat copy on the parameter's device, in the order of its memory."""
-    flat = torch.empty(value.numel(), device=parameter.device)
+    flat = torch.empty(value.numel(), dtype=torch.float32, device=parameter.device)
     in_shape(flat, parameter).copy_(value)
     return flat
 
@@ -75,24 +89,35 @@ def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = Fals
         fields = match(link, state, strict)
     except CheckpointError as error:
         problem = error
+    except Exception as error:  # whatever a damaged file makes torch raise: the other ranks wait to hear of it
+        problem = CheckpointError(f"damaged gradwire state: {error!r}")
     facts = {"checkpoint": str(problem or "good")}
     if problem is None:
         facts["checkpoint"] += f", step {state['step']}, capacity {sorted(state['passed'].items())}"
+    together(link, facts, problem)
+    apply(link, state, fields)
+
+
+def together(link: Link, facts: dict[str, str], problem: CheckpointError | None) -> None:
+    """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective."""
     try:
-        agree(link.group, facts)
-    except DisagreementError:
-        raise problem or CheckpointError("another rank cannot load its checkpoint: see its error") from problem
+        agree(link.group, facts, link.device)
+    except DisagreementError as error:
+        raise problem or CheckpointError(f"another rank cannot load its checkpoint: {error}") from problem
     if problem is not None:
         raise problem
-    apply(link, state, fields)
 
 
 def apply(link: Link, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
     """Replaces the link's state by one that was checked."""
     link.store.set(fields, dict(state["powers"]))
     link.steps = state["step"]
-    known = {name: count for name, count in state["passed"].items() if name in link.parameters}
-    link.capacity.passed, link.capacity.since_dense = known, state["since_dense"]
+    sizes = {name: parameter.numel() for name, parameter in link.parameters.items()}
+    link.capacity.passed = {n: min(count, sizes[n]) for n, count in state["passed"].items() if n in sizes}
+    link.capacity.since_dense = state["since_dense"]
+    link.skip_step()
+    if link.recorder is not None:
+        link.recorder.begin_step(link.steps)
 
 
 def check(state: Any) -> None:
@@ -117,7 +142,7 @@ def check(state: Any) -> None:
         for field, value in fields.items():
             if field not in state["powers"]:
                 raise CheckpointError(f"damaged gradwire state: {field!r} of {name} has no power")
-            if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.is_sparse:
+            if not isinstance(value, Tensor) or value.dtype != torch.float32 or value.layout != torch.strided:
                 raise CheckpointError(f"damaged gradwire state: {field!r} of {name} is no float32 tensor")
             if not bool(torch.isfinite(value).all()):
                 raise CheckpointError(f"damaged gradwire state: {field} of {name} has values that are not finite")
@@ -148,6 +173,8 @@ def match(link: Link, state: Mapping[str, Any], strict: bool) -> dict[str, dict[
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
     """The states of all W old ranks, in rank order, for W' = `world_size` new ones."""
+    if world_size < 1 or not states:
+        raise CheckpointError(f"reshard needs states and at least 1 worker, got {len(states)} and {world_size}")
     for state in states:
         check(state)
     old = len(states)

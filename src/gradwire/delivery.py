@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Context, Gather, Message
+from gradwire.compressors.base import Context, Gather, Message, State, tensors
 from gradwire.exchange import Courier
+from gradwire.layout import Layout
 from gradwire.stats import Meter
 from gradwire.store import Bucket
 
@@ -29,7 +30,6 @@ class Parcel:
     buffer: Tensor
     active: Tensor | None
     scale: Tensor | None  # of a GradScaler: r and v are kept in units of 1
-    is_last: bool
     ready: torch.cuda.Event | None
     future: Future[Tensor]
 
@@ -40,10 +40,19 @@ class Step:
 
     number: int
     plan: Plan
+    tensors_left: int  # of the model: DDP's own word for the last bucket is wrong in a static graph's first step
     parcels: list[Parcel] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     clear: list[Callable[[], None]] = field(default_factory=list)
+    passed: list[tuple[Layout, list[int]]] = field(default_factory=list)
     finite: bool = True
+    done: bool = False
+
+    def take_back(self) -> None:
+        """Every sent element gets its r and v back, as they were before the send."""
+        for change in self.undo:
+            change()
+        self.undo.clear()
 
 
 class Delivery:
@@ -66,7 +75,8 @@ class Delivery:
                 raise RuntimeError(f"an earlier exchange failed: {self._error}") from self._error
             with self._on_stream(parcel):
                 self._deliver(compressor, step, parcel)
-                if parcel.is_last:
+                step.tensors_left -= len(parcel.bucket.layout)
+                if step.tensors_left == 0:
                     self._finish(step)
         except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
             self._fail(step, error)
@@ -78,6 +88,8 @@ class Delivery:
             message = compressor.encode(*_unscaled(parcel), state, context)
             step.undo.append(message.undo)
             whole = compressor.waiting(state, context) if step.plan.dense else None
+            if whole is not None and parcel.scale is not None:
+                step.undo.append(_snapshot(state))  # a GradScaler may yet skip the optimizer's step
         with self._meter.phase("exchange"):
             messages = self._courier.gather(message.data)
             if whole is not None:
@@ -91,7 +103,7 @@ class Delivery:
                 step.clear.append(lambda: compressor.clear(state, context))
             parcel.buffer.copy_(out if parcel.scale is None else out.mul_(parcel.scale))
         step.finite &= arrival.finite
-        self._capacity.note(layout, arrival.passed)
+        step.passed.append((layout, arrival.passed))
         self._count(parcel, message, whole is not None)
         if whole is None:
             self._meter.elements(layout, message.sent, message.passed, message.sent_norm)
@@ -106,9 +118,14 @@ class Delivery:
 
     def _finish(self, step: Step) -> None:
         """Commits the step or takes it back, then lets DDP have the buckets."""
-        for change in step.clear if step.finite else step.undo:
-            change()
-        if not step.finite:
+        if step.finite:
+            for change in step.clear:
+                change()
+            for layout, passed in step.passed:
+                self._capacity.note(layout, passed)
+            self._capacity.end_step(step.plan)
+        else:
+            step.take_back()
             for parcel in step.parcels:
                 parcel.buffer.fill_(float("nan"))
             if not self._warned and step.parcels[0].scale is None:
@@ -118,18 +135,19 @@ class Delivery:
                     stacklevel=1,
                 )
                 self._warned = True
-        self._capacity.end_step(step.plan)
         self._meter.end_step(step.plan.dense)
+        step.done = True
         self._end_step(step.finite)
-        for parcel in step.parcels:
+        parcels, step.parcels = step.parcels, []
+        for parcel in parcels:
             parcel.future.set_result(parcel.buffer)
 
     def _fail(self, step: Step, error: BaseException) -> None:
         """Takes back what this step sent and hands the error to every future of it, now and later."""
         if self._error is None:
             self._error = error
-            for change in step.undo:
-                change()
+            if not step.done:
+                step.take_back()
         for parcel in step.parcels:
             if not parcel.future.done():
                 parcel.future.set_exception(error)  # type: ignore[arg-type]
@@ -146,6 +164,17 @@ class Delivery:
             self._stream.wait_event(parcel.ready)
             parcel.buffer.record_stream(self._stream)
             yield
+
+
+def _snapshot(state: State) -> Callable[[], None]:
+    """Puts a whole state back as it is now."""
+    now = {name: tensor.clone() for name, tensor in tensors(state).items()}
+
+    def put_back() -> None:
+        for name, tensor in tensors(state).items():
+            tensor.copy_(now[name])
+
+    return put_back
 
 
 def _unscaled(parcel: Parcel) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""The errors of gradwire. Wrong hyper-parameters are ValueErrors, everything else derives from GradwireError."""
+"""The errors of gradwire. Wrong hyper-parameters are ValueErrors, what is no compressor a TypeError.
+
+An error of the exchange reaches the user through DDP's future, which makes a RuntimeError with the same text of it.
+"""
 
 
 class GradwireError(RuntimeError):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import hashlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,8 @@ from gradwire.errors import DisagreementError
 
 # torch 2.13 renames all_gather_into_tensor and warns about the old name, which is the only one before it
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+Work = queue.SimpleQueue[Callable[[], None] | None]
 
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
 
@@ -38,27 +39,12 @@ class Courier:
             ranks, timeout=_timeout(group), backend=dist.get_backend(group), use_local_synchronization=local
         )
         self.world_size = len(ranks)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="gradwire-courier", daemon=True)
-        self._thread.start()
-        atexit.register(self._stop)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            work()
-            del work  # or the last step's tensors would live until the next one
-
-    def _stop(self) -> None:
-        """At exit: a thread that is still inside C++ when Python ends takes the whole process down (SIGABRT).
-
-        That is our own thread, and Gloo's, which may still hold the last message: without the group they are joined.
-        """
-        self._work.put(None)
-        self._thread.join(timeout=5)  # not for ever: it may wait for a rank that is gone
-        if not self._thread.is_alive() and dist.get_backend_config(self.group).startswith("gloo"):
-            with contextlib.suppress(Exception):  # the program may have destroyed all groups already
-                dist.destroy_process_group(self.group)
-            del self.group
+        gloo = dist.get_backend(group) == "gloo"
+        self._work: Work = queue.SimpleQueue()
+        thread = threading.Thread(target=_run, args=(self._work,), name="gradwire-courier", daemon=True)
+        thread.start()
+        # when nobody needs it any more, and at the latest when Python exits
+        weakref.finalize(self, _stop, self._work, thread, self.group if gloo else None)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queues `work`, which must handle its own exceptions."""
@@ -75,7 +61,25 @@ class Courier:
         dist.all_reduce(tensor, group=self.group)
 
 
-_couriers: WeakKeyDictionary[dist.ProcessGroup, Courier] = WeakKeyDictionary()
+def _run(work: Work) -> None:
+    while (piece := work.get()) is not None:
+        piece()
+        del piece  # or the last one would be kept until the next comes
+
+
+def _stop(work: Work, thread: threading.Thread, group: dist.ProcessGroup | None) -> None:
+    """A thread that is still inside C++ when Python ends takes the whole process down (SIGABRT).
+
+    That is the courier's, and Gloo's, which may still hold the last message: without the group they are joined.
+    """
+    work.put(None)
+    thread.join(timeout=5)  # not for ever: it may wait for a rank that is gone
+    if group is not None and not thread.is_alive():
+        with contextlib.suppress(Exception):  # the program may have destroyed all groups already
+            dist.destroy_process_group(group)
+
+
+_couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Courier] = weakref.WeakKeyDictionary()
 
 
 def courier_of(group: dist.ProcessGroup) -> Courier:
@@ -87,22 +91,19 @@ def courier_of(group: dist.ProcessGroup) -> Courier:
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     """The original group's timeout: a rank that never comes is met as plain DDP would meet it."""
-    options = getattr(group._get_backend(torch.device(_device_type(group))), "options", None)
+    kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    options = getattr(group._get_backend(torch.device(kind)), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
 
 
-def _device_type(group: dist.ProcessGroup) -> str:
-    return "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-
-
-def agree(group: dist.ProcessGroup, facts: Mapping[str, str]) -> None:
-    """Raises on every rank when any fact differs between ranks. Collective, of a fixed size.
+def agree(group: dist.ProcessGroup, facts: Mapping[str, str], device: torch.device) -> None:
+    """Raises on every rank when any fact differs between ranks. Collective, of a fixed size; `device`: this rank's.
 
     Unequal sizes make Gloo abort one rank and hand another truncated data without an error; so this comes first.
     """
     mine = b"".join(_digest(key, value) for key, value in facts.items())
-    device = torch.device(_device_type(group))
+    device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     world_size = dist.get_world_size(group)
     received = sent.new_empty(world_size * len(sent))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
 
 from gradwire import checkpoint
-from gradwire.compressors import Compressor, Gather, Sum
-from gradwire.ddp import BatchDim, Link, close_link, open_link
+from gradwire.compressors import Compressor
+from gradwire.ddp import attach_link
 from gradwire.errors import GradwireError
+from gradwire.link import Link
 from gradwire.moments import coverage
+from gradwire.moments.registry import BatchDim
 from gradwire.stats import Stats, Writer, scalars
 
 
@@ -31,16 +34,8 @@ def attach(
     batch_dim: the sample axis, or {module name: axis or None} where a part of the model has another one.
     estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
     """
-    if isinstance(compressor, type) or not isinstance(compressor, Gather | Sum):
-        raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {compressor!r}")
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
-    link = open_link(model, scaler, moments)
-    try:
-        link.use(compressor)
-    except BaseException:
-        link.attached = False
-        raise
-    return Wire(link)
+    return Wire(attach_link(model, compressor, scaler, moments))
 
 
 class Wire:
@@ -90,9 +85,13 @@ class Wire:
             raise ValueError(f"log_to: every must be at least 1 step, got {every}")
 
         def log() -> None:
-            if self.steps % every == 0:
+            if self.steps % every:
+                return
+            try:
                 for name, value in scalars(self.stats()).items():
                     writer.add_scalar(f"{prefix}/{name}", value, self.steps)
+            except Exception as error:  # a full disk must not stop the training of all ranks
+                warnings.warn(f"gradwire: the figures could not be logged: {error}", stacklevel=1)
 
         self._live().on_step.append(log)
 
@@ -109,8 +108,8 @@ class Wire:
         self._live().skip_step()
 
     def detach(self) -> None:
-        """Plain DDP from now on; what was held back goes out with the next gradient. Collective."""
-        close_link(self._live())
+        """Plain DDP again, after one more step that takes along what was held back. Collective."""
+        self._live().detach()
 
     def _live(self) -> Link:
         if not self._link.attached:

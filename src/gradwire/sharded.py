@@ -8,8 +8,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import pathlib
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,10 @@ from gradwire.errors import CheckpointError
 
 if TYPE_CHECKING:
     from gradwire.handle import Wire
+    from gradwire.link import Link
 
 HEAD = "gradwire/head"
+LARGEST_HEAD = 1 << 26  # bytes: a million parameters have names and counts in it
 ALLOWED = {
     ("torch", "Size"),
     ("torch", "float32"),
@@ -76,6 +80,9 @@ class _Reader(FileSystemReader):
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):  # anything else would be unpickled by torch
                 raise CheckpointError(f"the checkpoint in {self.path} has {key}, which is no tensor")
+        for info in metadata.storage_data.values():
+            if pathlib.PurePath(info.relative_path).name != info.relative_path:
+                raise CheckpointError(f"the checkpoint in {self.path} points to {info.relative_path}, outside of it")
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -84,9 +91,11 @@ class _Reader(FileSystemReader):
 def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
     """Writes the state of all ranks into `directory`. Collective."""
     link = wire._live()
-    state_dict_saver.save(
-        sharded_state(wire), storage_writer=FileSystemWriter(os.fspath(directory)), process_group=link.group
-    )
+    writer = FileSystemWriter(os.fspath(directory))
+    try:
+        state_dict_saver.save(sharded_state(wire), storage_writer=writer, process_group=link.group)
+    except CheckpointException as error:  # it derives from BaseException
+        raise CheckpointError(f"the checkpoint could not be written to {directory}: {error}") from error
 
 
 def sharded_state(wire: Wire) -> dict[str, Tensor]:
@@ -106,22 +115,59 @@ def load(wire: Wire, directory: str | os.PathLike[str], strict: bool = False) ->
     """Goes on from `directory`, on as many workers as there are now. Collective."""
     link = wire._live()
     reader = _Reader(os.fspath(directory))
-    entries = reader.read_metadata().state_dict_metadata
-    head = _read_head(reader, entries, link.group)
-    rank, old, new = dist.get_rank(link.group), head["world_size"], link.world_size
-    sources = range(rank, old, new)
-    wanted = {
-        _key(source, name, field): torch.empty(_shape(entries, _key(source, name, field)))
-        for source in (*sources, 0)  # rank 0 gives the shapes to a new rank that starts from zero
-        for name, fields in head["fields"].items()
-        for field in fields
-    }
+    raw, entries = _prepared(link, lambda: _open(reader))
+    _read(reader, {HEAD: raw}, link.group)
+    rank, new = dist.get_rank(link.group), link.world_size
+    head, wanted = _prepared(link, lambda: _plan(raw, entries, link, rank))
     _read(reader, wanted, link.group)
-    states = [_state(head, source, wanted) for source in sources]
-    if old == new:
-        wire.load_state_dict(states[0], strict=strict)
-    else:
-        wire.load_state_dict(checkpoint.joined(_state(head, 0, wanted), states, rank, new), strict=strict)
+    states = [_state(head, source, wanted) for source in range(rank, head["world_size"], new)]
+    if head["world_size"] != new:
+        states = [checkpoint.joined(_state(head, 0, wanted), states, rank, new)]
+    wire.load_state_dict(states[0], strict=strict)
+
+
+T = TypeVar("T")
+
+
+def _prepared(link: Link, work: Callable[[], T]) -> T:
+    """What this rank does alone before a collective; all ranks go on, or all raise."""
+    problem: CheckpointError | None = None
+    try:
+        result = work()
+    except CheckpointError as error:
+        problem = error
+    except Exception as error:
+        problem = CheckpointError(f"the checkpoint is damaged: {error!r}")
+    checkpoint.together(link, {"checkpoint": str(problem or "good")}, problem)
+    return result
+
+
+def _open(reader: _Reader) -> tuple[Tensor, dict[str, Any]]:
+    """Room for the head, and the index of all tensors."""
+    entries: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    size = _shape(entries, HEAD)
+    if len(size) != 1 or not 0 < size[0] <= LARGEST_HEAD:
+        raise CheckpointError(f"the checkpoint's head has the shape {tuple(size)}")
+    return torch.empty(size, dtype=torch.uint8), entries
+
+
+def _plan(raw: Tensor, entries: dict[str, Any], link: Link, rank: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The head, and room for the tensors that this rank wants of it."""
+    head = json.loads(bytes(raw.tolist()))
+    checkpoint.check({**head, "rank": 0, "parameters": {}})
+    # rank 0 gives the shapes to a new rank that starts from zero
+    sources = {*range(rank, head["world_size"], link.world_size), 0}
+    keys = [
+        _key(source, name, field) for source in sources for name, fields in head["fields"].items() for field in fields
+    ]
+    largest = max((parameter.numel() for parameter in link.parameters.values()), default=0)
+    wanted = {}
+    for key in keys:
+        size = _shape(entries, key)
+        if size.numel() > 4 * largest:  # a layer may have shrunk; no allocation follows a stranger's number
+            raise CheckpointError(f"the checkpoint's {key} has the shape {tuple(size)}: too large for this model")
+        wanted[key] = torch.empty(size, dtype=torch.float32)
+    return head, wanted
 
 
 def _key(rank: int, name: str, field: str) -> str:
@@ -131,23 +177,7 @@ def _key(rank: int, name: str, field: str) -> str:
 def _shape(entries: dict[str, Any], key: str) -> torch.Size:
     if key not in entries:
         raise CheckpointError(f"the checkpoint has no {key}: it is not whole")
-    size: torch.Size = entries[key].size
-    return size
-
-
-def _read_head(reader: _Reader, entries: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
-    raw = torch.empty(_shape(entries, HEAD), dtype=torch.uint8)
-    _read(reader, {HEAD: raw}, group)
-    try:
-        head = json.loads(bytes(raw.tolist()))
-        checkpoint.check({**head, "rank": 0, "parameters": {}})
-        fields = head["fields"]
-        assert all(isinstance(name, str) and isinstance(names, list) for name, names in fields.items())
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint's head is damaged: {error!r}") from error
-    return dict(head)
+    return torch.Size(entries[key].size)
 
 
 def _read(reader: _Reader, wanted: dict[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Gather, State, tensors
+from gradwire.compressors.base import Gather, State, powers, tensors
 from gradwire.layout import Layout
 
 
@@ -39,7 +39,7 @@ class Store:
     def _lay(self, layout: Layout, compressor: Gather[State], device: torch.device) -> Bucket:
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         bucket = Bucket(layout, compressor.init(layout, device), flat)
-        self.powers = compressor.state_powers()
+        self.powers = powers(bucket.state)
         names = set(layout.names)
         for slot in layout:
             self._bind(slot.name, slot.of(bucket.moment))
@@ -59,11 +59,12 @@ class Store:
         """What is held back, parameter by parameter."""
         return [fields["residual"] for fields in self._fields.values() if "residual" in fields]
 
+    def prune(self) -> None:
+        """Forgets the parameters that hold nothing back."""
+        held = {name: f for name, f in self._fields.items() if "residual" in f and bool(f["residual"].any())}
+        self._fields = held
+
     def set(self, fields: dict[str, dict[str, Tensor]], powers: dict[str, int]) -> None:
         """Replaces everything; the next bucket lays it out."""
         self._buckets.clear()
         self._fields, self.powers = fields, powers
-
-    def flush(self, name: str) -> Tensor | None:
-        """Hands a parameter's residual over and forgets its state: the next sum takes the residual along."""
-        return self._fields.pop(name, {}).get("residual")

@@ -29,6 +29,7 @@ def test_a_spec_names_a_compressor(spec, compressor):
         ("vgc:alpha", "option=value"),
         ("dense:alpha=1", "it takes none"),
         ("vgc:alpha=much", "expected float"),
+        ("vgc:alpha=1,alpha=2", "given twice"),
         ("vgc:feedback=perhaps", "expected bool"),
         ("vgc:alpha=-1", "alpha must be >= 0"),
     ],

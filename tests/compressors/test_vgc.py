@@ -265,6 +265,8 @@ def test_messages_of_several_workers_are_added_in_rank_order_and_divided():
         ({"tau": math.inf}, "tau must be a finite"),
         ({"tau": 0.1, "floor": 0.1}, "exclude each other"),
         ({"floor": -1}, "floor must be >= 0"),
+        ({"tau": 0.1, "feedback": True}, "leave them out"),
+        ({"tau": 0.1, "rounding": "unbiased"}, "leave them out"),
         ({"rounding": "up"}, "paper, unbiased"),
     ],
 )

@@ -68,6 +68,8 @@ def start(plan: Plan) -> None:
     if found and found.epoch >= plan.epochs:
         typer.echo(f"{plan.out} has finished its {found.epoch} epochs; --epochs with a larger number goes on")
         return
+    if plan.resume and found is None:
+        typer.echo(f"nothing is saved in {plan.out} yet: starting at the beginning")
     choose_device(plan.device, 0, plan.workers)
     launch(plan.workers, sys.argv[1:])
     typer.echo(f"results in {plan.out}: metrics.csv, summary.json, checkpoint/")

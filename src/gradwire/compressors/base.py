@@ -51,6 +51,11 @@ class State(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
+def powers(state: State) -> dict[str, int]:
+    """How each field goes over to another number of workers."""
+    return {f.name: f.metadata["power"] for f in fields(state)}
+
+
 def tensors(state: State) -> dict[str, Tensor]:
     """The fields of a state by name."""
     return {f.name: getattr(state, f.name) for f in fields(state)}
@@ -66,8 +71,6 @@ class Gather(Protocol[S]):
     needs_moments: ClassVar[bool]
 
     def init(self, layout: Layout, device: torch.device) -> S: ...
-
-    def state_powers(self) -> dict[str, int]: ...
 
     def encode(self, grad: Tensor, moment: Tensor, state: S, context: Context) -> Message: ...
 

@@ -28,6 +28,8 @@ def from_spec(spec: str) -> Compressor:
         if not equals or key not in known:
             takes = f"known: {', '.join(known)}" if known else "it takes none"
             raise ValueError(f"unknown option {part.strip()!r} of {name} (write option=value); {takes}")
+        if key in options:
+            raise ValueError(f"option {key!r} of {name} is given twice")
         options[key] = _parse(f"{name}:{key}", value, known[key])
     return method(**options)  # type: ignore[no-any-return]
 
@@ -39,6 +41,6 @@ def _parse(where: str, text: str, kind: Any) -> Any:
     try:
         if kind is bool:
             return BOOLEANS[text.lower()]
-        return text if kind is str else int(text) if kind is int else float(text)
+        return text if kind is str else float(text)
     except (KeyError, ValueError):
         raise ValueError(f"{where} cannot be {text!r}: expected {getattr(kind, '__name__', kind)}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -63,6 +63,10 @@ class VGC:
             raise ValueError(f"VGC: tau must be > 0 and no denormal, got {self.tau}")
         if self.tau is not None and self.floor:
             raise ValueError(f"VGC: tau ({self.tau}) and floor ({self.floor}) exclude each other: give one of them")
+        if self.tau is not None and (self.feedback or self.rounding != "paper"):
+            raise ValueError(
+                "VGC: with tau the size sent is always tau: feedback and rounding mean nothing, leave them out"
+            )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"VGC: rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
 
@@ -73,9 +77,6 @@ class VGC:
 
     def init(self, layout: Layout, device: torch.device) -> VGCState:
         return VGCState(*(torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in range(2)))
-
-    def state_powers(self) -> dict[str, int]:
-        return {f.name: f.metadata["power"] for f in fields(VGCState)}
 
     def encode(self, grad: Tensor, moment: Tensor, state: VGCState, context: Context) -> Message:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""

@@ -7,9 +7,9 @@ from types import ModuleType
 import torch
 
 from gradwire.kernels import reference
-from gradwire.kernels.reference import CHUNK, NOTHING, SMALLEST, Rule, Selection
+from gradwire.kernels.reference import CHUNK, SMALLEST, Rule, Selection
 
-__all__ = ["CHUNK", "NOTHING", "SMALLEST", "Rule", "Selection", "select"]
+__all__ = ["CHUNK", "SMALLEST", "Rule", "Selection", "select"]
 
 
 def select(device: torch.device) -> ModuleType:

@@ -66,8 +66,8 @@ def publish(unfinished: Path, final: Path) -> None:
             shutil.rmtree(other)
 
 
-def restore(trainer: Trainer, checkpoint: Path) -> int:
-    """All ranks: put the trainer back where it was. Returns the number of workers that wrote the checkpoint."""
+def restore(trainer: Trainer, checkpoint: Path) -> None:
+    """All ranks: put the trainer back where it was."""
     content: dict[str, Any] = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
     trainer.model.load_state_dict(content["model"])
     trainer.optimizer.load_state_dict(content["optimizer"])
@@ -78,7 +78,6 @@ def restore(trainer: Trainer, checkpoint: Path) -> int:
         randomness.set_state(generators[team.rank], team.device)
     else:
         randomness.seed_worker(trainer.plan.seed, team.rank, trainer.standing.step)
-    return len(generators)
 
 
 def describe(checkpoint: Checkpoint, workers: int) -> str:

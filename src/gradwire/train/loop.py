@@ -59,6 +59,7 @@ class Trainer:
                 break
             start = time.perf_counter()
             loss = self.take_step(indices)
+            team.synchronize()
             standing.seconds += time.perf_counter() - start
             left -= 1
             if self.reporter.due():

@@ -128,6 +128,8 @@ def check_numbers(settings: Settings) -> None:
     for option, (value, least) in at_least.items():
         if value is not None and not value >= least:
             raise InputError(f"{option} must be {least} or more, not {value}")
+    if settings.seed >= 1 << 63:
+        raise InputError(f"--seed must be less than 2^63, not {settings.seed}")
     if settings.learning_rate is not None and not 0 < settings.learning_rate < float("inf"):
         raise InputError(f"--learning-rate must be a positive number, not {settings.learning_rate}")
     if settings.device not in DEVICES:

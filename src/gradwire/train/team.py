@@ -52,6 +52,11 @@ class Team:
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
+    def synchronize(self) -> None:
+        """Wait for this worker's GPU, so that a clock read now means something."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def barrier(self) -> None:
         """Wait for all workers."""
         dist.barrier()

@@ -1,0 +1,269 @@
+"""The link of one model: its buckets go in as gradients and come back as the mean over the ranks. Steps 2 to 6."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import gradwire
+from gradwire.capacity import Capacity, Plan
+from gradwire.compressors.base import Compressor, Gather, Sum
+from gradwire.compressors.dense import Dense
+from gradwire.delivery import Delivery, Parcel, Step
+from gradwire.errors import GradwireError
+from gradwire.exchange import agree, courier_of
+from gradwire.layout import Layout
+from gradwire.moments import Recorder
+from gradwire.stats import Meter
+from gradwire.store import Store
+from gradwire.wire.header import VERSION
+
+SECOND_BACKWARD = (
+    "a second synced backward came before an optimizer step: its gradient would mix with what was already exchanged. "
+    "If you accumulate, or another model's loss runs through this one (a GAN), wrap that backward in model.no_sync() "
+    "or set requires_grad_(False) on this model while it runs. If you skipped an optimizer step on purpose, or update "
+    "the parameters through .data without a torch optimizer, call wire.skip_step() after the backward."
+)
+
+
+class Link:
+    """What stands between one model and its process group: `exchange` takes every bucket that is ready.
+
+    root: the module whose forward is called; parameters: those that are exchanged, by name.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        group: dist.ProcessGroup,
+        parameters: dict[str, nn.Parameter],
+        scaler: Any,
+        moments: dict[str, Any],
+    ) -> None:
+        self._root = weakref.ref(root)  # DDP's reducer holds this link: the other way round it would never be freed
+        self.scaler, self._moments = scaler, moments
+        self.group, self.parameters = group, parameters
+        self.world_size = dist.get_world_size(self.group)
+        self.n_parameters = sum(p.numel() for p in self.parameters.values())
+        self.device = next(iter(self.parameters.values())).device
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._compressor: Compressor = Dense()  # a link that nobody could set up is plain DDP
+        self._next: Compressor | None = None  # takes over after one dense step, which takes what is held back along
+        self.recorder: Recorder | None = None
+        self.store = Store(self._bind)
+        self.meter = Meter(self.n_parameters, self.device)
+        n_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
+        self.capacity = Capacity(n_bytes, self.world_size)
+        self.steps = 0
+        self.attached = True
+        self.on_step: list[Callable[[], None]] = []
+        self._delivery: Delivery | None = None
+        self._step = Step(0, Plan(dense=True), tensors_left=0, done=True)
+        self._last_scale: Tensor | None = None
+        self._updates: int | None = None  # the parameters' versions when the last exchange began
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        _links.add(self)
+        _watch_optimizers()
+
+    @property
+    def compressor(self) -> Compressor:
+        """The one that was asked for last."""
+        return self._next or self._compressor
+
+    def use(self, compressor: Compressor) -> None:
+        """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
+        if isinstance(compressor, type) or not isinstance(compressor, Gather | Sum):
+            raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {compressor!r}")
+        agree(self.group, self._facts(compressor), self.device)
+        recorder, delivery = self.recorder, self._delivery
+        if compressor.needs_moments and recorder is None:
+            recorder = self._record()
+        if isinstance(compressor, Gather) and delivery is None:
+            delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
+        self.recorder, self._delivery = recorder, delivery  # nothing can fail from here on
+        if isinstance(compressor, Sum) and isinstance(self._compressor, Gather) and self.store.residuals():
+            self._next = compressor
+        else:
+            self._install(compressor)
+
+    def _record(self) -> Recorder:
+        root = self._root()
+        assert root is not None  # who asks for it holds it
+        recorder = Recorder(root, self.parameters, **self._moments)
+        recorder.begin_step(self.steps)
+        return recorder
+
+    def _install(self, compressor: Compressor) -> None:
+        self._compressor, self._next = compressor, None
+        if not compressor.needs_moments and self.recorder is not None:
+            self.recorder.remove()
+            self.recorder = None
+        if isinstance(compressor, Sum):
+            self.store.prune()
+            self.capacity.passed.clear()
+        self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
+
+    def close(self) -> None:
+        """After an attach that failed: forwards and hooks as they were."""
+        self.attached = False
+        if self._next is None and self.recorder is not None and isinstance(self._compressor, Sum):
+            self.recorder.remove()
+            self.recorder = None
+
+    def detach(self) -> None:
+        """Plain DDP; what is held back goes out with the next gradient. Collective."""
+        self.use(Dense())
+        self.on_step.clear()
+        self.attached = False
+
+    def reopen(self, scaler: Any, moments: dict[str, Any]) -> None:
+        """Attached again, with other options; what is still held back stays here."""
+        self.attached, self.scaler, self._moments = True, scaler, moments
+        self.meter.reset()
+        if self.recorder is not None:
+            self.recorder.remove()
+            self.recorder = self._record()
+
+    def _facts(self, compressor: Compressor) -> dict[str, str]:
+        tensors = "\n".join(f"{name} {tuple(p.shape)} {p.stride()} {p.dtype}" for name, p in self.parameters.items())
+        return {
+            "gradwire version": f"{gradwire.__version__}, message version {VERSION}",
+            "compressor": repr(compressor),
+            "model": f"{self.n_parameters} parameters in {len(self.parameters)} tensors\n{tensors}",
+            "options of attach": f"{self._moments}, scaler={self.scaler is not None}",
+            "history": f"step {self.steps}\n{self.capacity}",
+        }
+
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """One ready bucket: its future holds the mean over the ranks."""
+        if self._step.done:
+            self._begin_step()
+        if isinstance(self._compressor, Sum):
+            return self._sum(bucket, self._compressor)
+        assert self._delivery is not None
+        layout = self._layout(bucket)
+        parcel = Parcel(
+            bucket=self.store.bucket(layout, self._compressor, bucket.buffer().device),
+            buffer=bucket.buffer(),
+            active=self._consume(layout, bucket.buffer()),
+            scale=self._last_scale,
+            ready=_recorded_event(self.device),
+            future=Future(devices=[self.device] if self.device.type == "cuda" else []),
+        )
+        self._delivery.submit(self._compressor, self._step, parcel)
+        # set_exception alone would surface as "Unable to cast Python instance to Tensor"
+        return parcel.future.then(lambda future: future.wait())
+
+    def _begin_step(self) -> None:
+        if isinstance(self._compressor, Gather):
+            self._check_begin()
+        plan = Plan(dense=True) if self._next is not None else self.capacity.plan()
+        self._step = Step(self.steps, plan, tensors_left=len(self.parameters))
+
+    def _check_begin(self) -> None:
+        scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
+        updates = sum(parameter._version for parameter in self.parameters.values())
+        if updates == self._updates:
+            skipped = scale is not None and self._last_scale is not None and bool(scale < self._last_scale)
+            if not skipped:
+                raise GradwireError(SECOND_BACKWARD)
+            self._step.take_back()  # the scaler found an inf in another model and left this one's step out too
+        self._updates, self._last_scale = updates, scale
+
+    def skip_step(self, *_: object) -> None:
+        """The next backward is not a second one of the same step: an optimizer stepped, or was left out on purpose."""
+        self._updates = None
+
+    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
+        if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
+            self.skip_step()
+
+    def _end_step(self, finite: bool) -> None:
+        if not finite:
+            self.skip_step()  # a GradScaler leaves the parameters as they are
+        elif self._next is not None:
+            self._install(self._next)
+        self.steps += 1
+        if self.recorder is not None:
+            self.recorder.begin_step(self.steps)
+        for action in self.on_step:
+            action()
+
+    def _layout(self, bucket: GradBucket) -> Layout:
+        """Looked at on every call: DDP rebuilds its buckets when it likes."""
+        parameters = bucket.parameters()
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self._layouts:
+            self._layouts[key] = Layout.of((self._names[id(p)], p.shape) for p in parameters)
+        return self._layouts[key]
+
+    def _consume(self, layout: Layout, buffer: Tensor) -> Tensor | None:
+        """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
+        recorder = self.recorder
+        if recorder is None:
+            return None
+        active = [recorder.seen(name) for name in layout.names]
+        for slot in layout:
+            recorder.consume(slot.name, slot.of(buffer))
+        return None if all(active) else torch.tensor(active, device=buffer.device)
+
+    def _bind(self, name: str, destination: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.bind(name, destination)
+
+    def _sum(self, bucket: GradBucket, compressor: Sum) -> Future[Tensor]:
+        """An all-reduce of the mean: multiplied by 1/W before the sum, exactly as DDP does it."""
+        buffer, layout, start = bucket.buffer(), self._layout(bucket), time.perf_counter()
+        buffer.mul_(1 / self.world_size)
+        tensor = buffer.to(compressor.wire_dtype(buffer.dtype))
+        n_bytes = tensor.numel() * tensor.element_size()
+        self.meter.count(n_bytes, n_bytes, buffer.numel() * buffer.element_size())
+        self.meter.everything(layout)
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        assert work is not None
+        self._step.tensors_left -= len(layout)
+        if self._step.tensors_left == 0:
+            self._step.done = True
+            self.meter.end_step(dense=True)
+            self._end_step(finite=True)
+
+        def arrived(future: Future[list[Tensor]]) -> Tensor:
+            reduced: Tensor = future.value()[0]
+            self.meter.add_time("exchange", time.perf_counter() - start)
+            return reduced if reduced is buffer else buffer.copy_(reduced)
+
+        return work.get_future().then(arrived)  # type: ignore[no-any-return]
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """One hook for all links and for good: removing one while torch runs through its hooks makes that step fail."""
+
+    def stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        for link in list(_links):
+            link.on_optimizer(optimizer)
+
+    register_optimizer_step_post_hook(stepped)
+
+
+def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """On a GPU: marks where the backward's stream stands now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
