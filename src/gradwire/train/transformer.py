@@ -56,7 +56,8 @@ class ByteTransformer(nn.Module):
         self.apply(_initialise)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        # [1, T] and not [T]: so its second moment is exact, see docs/architecture.md
+        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
         logits: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
         return logits
 
