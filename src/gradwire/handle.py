@@ -31,7 +31,8 @@ def attach(
 
     scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
     strict: refuse parameters whose second moment can only be estimated.
-    batch_dim: the sample axis, or {module name: axis or None} where a part of the model has another one.
+    batch_dim: the sample axis, or {module name: axis} where a part of the model has another one, None where it has
+    none, "positions" for an Embedding of positions that is called with ids [T].
     estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
     """
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}

@@ -82,7 +82,27 @@ def test_equal_to_torch(layer: str, mask: str, how: str, first: bool) -> None:
         recorder.remove()
         assert len(plain) == len(watched)
         for a, b in zip(plain, watched, strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+            assert torch.equal(b, a)
+            assert b.stride() == a.stride()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_encoder_layer_with_dropout_is_torchs_bit_for_bit(first: bool) -> None:
+    """Dropout behind attention draws its mask in memory order."""
+    torch.manual_seed(0)
+    net, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=first), torch.randn(3, 5, 8)
+
+    def found() -> list[Tensor]:
+        torch.manual_seed(3)
+        net.zero_grad()
+        output = net(x)
+        output.pow(3).sum().backward()
+        return [output.detach().clone(), *(param.grad.clone() for param in net.parameters())]
+
+    plain = found()
+    recorder = Recorder(net, trainable(net), strict=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, found(), strict=True))
+    recorder.remove()
 
 
 def test_is_causal_alone_is_refused_as_torch_does() -> None:

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.head.weight = self.table.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.table(ids) + self.wpe(torch.arange(ids.shape[1]))
+        x = self.table(ids) + self.wpe(torch.arange(ids.shape[1])[None])
         x = self.encoder(x + per_sample(self.position, x)).transpose(1, 2)
         self.conv(x)
         return self.head(self.norm(self.conv(x)).relu().transpose(1, 2))

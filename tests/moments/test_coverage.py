@@ -277,25 +277,6 @@ def test_a_raw_parameter_under_per_sample_is_exact_in_the_report() -> None:
     assert rows_after(Good(), torch.randn(3, 4), strict=True)["scale"].kind == "exact"
 
 
-def test_positions_as_many_as_the_batch_are_positions() -> None:
-    """ids 0..T-1 with T = B: nanoGPT's positions, and not one label for each sample."""
-    torch.manual_seed(0)
-
-    class Nano(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wpe = nn.Embedding(8, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x + self.wpe(torch.arange(x.shape[1]))).tanh()
-
-    net, x = Nano().double(), floats(5, 5, 4)
-    wanted = by_sample(net, lambda: [net(x[b : b + 1]).square().sum() for b in range(5)])
-    assert_equal(recorded(net, lambda: net(x).square().sum()), wanted)
-    rows = rows_after(net, x, batch_dim={"wpe": None})
-    assert rows["wpe.weight"].kind == "step"
-
-
 def test_attention_without_a_batch_axis_is_estimated() -> None:
     class Alone(nn.Module):
         def __init__(self) -> None:

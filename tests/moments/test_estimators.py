@@ -233,7 +233,8 @@ def test_a_doubt_in_one_micro_batch_makes_the_whole_step_an_estimate() -> None:
     root.zero_grad()
     root(torch.empty(4), x).square().sum().backward()
     consume_all(recorder)
-    assert {row.kind for row in recorder.coverage()} == {"exact"}
-    truth = by_sample(root, lambda: list(root(torch.empty(4), x).square().sum(1)))
-    torch.testing.assert_close(recorder.moment("layer.weight"), truth["layer.weight"])
+    # and it is not believed when it fits again: that may be chance
+    assert {row.why for row in recorder.coverage()} == {
+        "axis 0 is 4 long, the batch is 5; one micro-batch, and groups needs two"
+    }
     recorder.remove()

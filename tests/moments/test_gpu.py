@@ -23,7 +23,7 @@ class Tied(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids):
-        return self.head(self.encoder(self.tokens(ids) + self.positions(torch.arange(7, device=ids.device))))
+        return self.head(self.encoder(self.tokens(ids) + self.positions(torch.arange(7, device=ids.device)[None])))
 
 
 def convolutions() -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from gradwire.errors import AttachError
 from gradwire.moments import Recorder
 from gradwire.moments.tap import ATTRIBUTE
 
@@ -207,7 +208,7 @@ def test_remove_restores_everything() -> None:
 def test_a_second_recorder_on_one_model_is_refused() -> None:
     net = small()
     recorder = Recorder(net, trainable(net))
-    with pytest.raises(RuntimeError, match=r"'0' \(Linear\) is being recorded already; remove\(\) the first"):
+    with pytest.raises(AttachError, match=r"'0' \(Linear\) is being recorded already; wire\.detach\(\) the first"):
         Recorder(net, trainable(net))
     recorder.remove()
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradwire.moments.combined import Slice
 from gradwire.moments.linear import wide
 from gradwire.moments.registry import Formula, Uses, add
 from gradwire.moments.site import Doubt, Site
 from gradwire.moments.tap import Tap, autocast_input, watch
-from gradwire.moments.uses import Direct, Positions, Slice
+from gradwire.moments.uses import Direct, Positions
 
 # part -> (first third of in_proj, number of thirds)
 THIRDS = {"qkv": (0, 3), "q": (0, 1), "k": (1, 1), "v": (2, 1), "kv": (1, 2)}
@@ -45,26 +45,30 @@ def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...],
     raise Doubt("its query has no batch axis (it is not 3-dimensional)")
 
 
-def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> Iterator[Tensor]:
-    """x [.., E] times the rows of `part`, one tensor for each third."""
+def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> list[Tensor]:
+    """x [T, B, E] times the rows of `part`, one contiguous tensor for each third, in torch's own memory order."""
     first, thirds = THIRDS[part]
     rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
     packed = module.in_proj_weight
     weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
     bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
     x = autocast_input(x)
-    output = F.linear(x, weight, bias)
     needs_input = any(name.endswith("weight") for name in tap.wanted())
-    return iter(watch(tap, output, (x,) if needs_input else (), part).chunk(thirds, -1))
+    output = watch(tap, F.linear(x, weight, bias), (x,) if needs_input else (), part)
+    if thirds == 1:
+        return [output]
+    apart = output.view(*output.shape[:-1], thirds, module.embed_dim).unsqueeze(0)
+    apart = apart.transpose(0, -2).squeeze(-2).contiguous()
+    return [apart[third] for third in range(thirds)]
 
 
 def project_all(module: nn.MultiheadAttention, tap: Tap, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """q, k, v; one multiplication for inputs that are one tensor, as torch does it."""
     if module.in_proj_weight is not None and key is value:
         if query is key:
-            return list(project(module, tap, query, "qkv"))
+            return project(module, tap, query, "qkv")
         return [*project(module, tap, query, "q"), *project(module, tap, key, "kv")]
-    return [next(project(module, tap, x, part)) for x, part in ((query, "q"), (key, "k"), (value, "v"))]
+    return [project(module, tap, x, part)[0] for x, part in ((query, "q"), (key, "k"), (value, "v"))]
 
 
 def canonical(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -81,47 +85,60 @@ def one_longer(masks: Masks) -> Masks:
 
 
 def merged_mask(masks: Masks, heads: int) -> Tensor | None:
-    """[L, S] or [B*H, L, S], and [B, S] -> one mask that broadcasts to [B, H, L, S]."""
+    """[L, S] or [B*H, L, S], and [B, S] -> one mask [1 or B*H, 1 or L, S]."""
     attention, padding = masks
-    if attention is not None and attention.ndim == 3:
-        attention = attention.reshape(attention.shape[0] // heads, heads, *attention.shape[1:])
+    if attention is not None and attention.ndim == 2:
+        attention = attention.unsqueeze(0)
     if padding is None:
         return attention
-    padding = padding[:, None, None]
+    batch, length = padding.shape
+    padding = padding.view(batch, 1, 1, length).expand(-1, heads, -1, -1).reshape(batch * heads, 1, length)
     return padding if attention is None else attention + padding
 
 
-def with_bias(module: nn.MultiheadAttention, tap: Tap, k: Tensor, v: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+def with_bias(module: nn.MultiheadAttention, tap: Tap, k: Tensor, v: Tensor) -> list[Tensor]:
     """k, v and one more position, bias_k and bias_v, the same for all samples."""
     longer = []
     for name, x in (("bias_k", k), ("bias_v", v)):
         bias: Tensor = getattr(module, name)
-        shape = [1, 1, x.shape[-1]]
-        shape[axis] = x.shape[axis]
-        extra = bias.expand(shape)
-        longer.append(torch.cat([x, watch(tap, extra, (), name) if name in tap.wanted() else extra], 1 - axis))
-    return longer[0], longer[1]
+        extra = bias.repeat(1, x.shape[1], 1)
+        longer.append(torch.cat([x, watch(tap, extra, (), name) if name in tap.wanted() else extra]))
+    return longer
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """[B, L, E] -> [B, H, L, d]."""
-    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
+    """[L, B, E] -> [B*H, L, d]."""
+    return x.view(x.shape[0], x.shape[1] * heads, x.shape[2] // heads).transpose(0, 1)
 
 
 def attend(
     module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: bool, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """softmax(q k^T / sqrt(d) + mask) v and, where asked for, the softmax; q [B, H, L, d], k, v [B, H, S, d]."""
-    dropout = module.dropout if module.training else 0.0
+    """(softmax(q k^T / sqrt(d) + mask) v as [L, B, E], the softmax where asked for as [B, H, L, S]).
+
+    q [B*H, L, d], k, v [B*H, S, d]. Operation by operation as torch, down to the memory order, which dropout follows.
+    """
+    dropout, heads = (module.dropout if module.training else 0.0), module.num_heads
+    batch, length, source = q.shape[0] // heads, q.shape[1], k.shape[1]
     if not weights:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
-    scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
-    if mask is not None:
-        scores = scores + mask
+        if mask is not None:
+            mask = mask.unsqueeze(0) if mask.shape[0] == 1 else mask.view(batch, heads, -1, source)
+        q, k, v = (x.view(batch, heads, *x.shape[1:]) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
+        return mixed.permute(2, 0, 1, 3).contiguous().view(length, batch, module.embed_dim), None
+    scaled, turned = q * math.sqrt(1.0 / q.shape[-1]), k.transpose(-2, -1)
+    scores = torch.bmm(scaled, turned) if mask is None else torch.baddbmm(mask, scaled, turned)
     probabilities = scores.softmax(-1)
     if dropout > 0.0:
         probabilities = F.dropout(probabilities, dropout)
-    return probabilities @ v, probabilities
+    mixed = torch.bmm(probabilities, v).transpose(0, 1).reshape(length, batch, module.embed_dim)
+    return mixed, probabilities.view(batch, heads, length, source)
+
+
+def turned(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """[B, T, E] <-> [T, B, E]; what was one tensor stays one."""
+    seen: dict[int, Tensor] = {}
+    return tuple(seen.setdefault(id(x), x.transpose(0, 1)) for x in inputs)
 
 
 def attention_forward(
@@ -136,8 +153,7 @@ def attention_forward(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """MultiheadAttention.forward from tapped projections; equal to torch's to rounding."""
-    masks = (attn_mask, key_padding_mask)
+    """MultiheadAttention.forward from tapped projections; torch's own bit for bit. Inside it samples come second."""
     if query.ndim != 3 or query.is_nested:
         flags = (need_weights, attn_mask, average_attn_weights, is_causal)
         output, found = type(module).forward(module, query, key, value, key_padding_mask, *flags)
@@ -146,20 +162,20 @@ def attention_forward(
         raise RuntimeError("is_causal is only a hint: give the attn_mask that it describes")
     causal = is_causal and key_padding_mask is None and not need_weights
     masks = (None if causal else canonical(attn_mask, query.dtype), canonical(key_padding_mask, query.dtype))
-    axis = 0 if module.batch_first else 1
-    q, k, v = project_all(module, tap, query, key, value)
+    inputs = (query, key, value)
+    q, k, v = project_all(module, tap, *(turned(inputs) if module.batch_first else inputs))
     if module.bias_k is not None:
-        k, v = with_bias(module, tap, k, v, axis)
+        k, v = with_bias(module, tap, k, v)
         masks = one_longer(masks)
-    q, k, v = (split_heads(x.movedim(axis, 0), module.num_heads) for x in (q, k, v))
+    q, k, v = (split_heads(x, module.num_heads) for x in (q, k, v))
     if module.add_zero_attn:
-        k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, x.shape[2])], 1) for x in (k, v))
         masks = one_longer(masks)
     mixed, probabilities = attend(module, q, k, v, merged_mask(masks, module.num_heads), need_weights, causal)
-    output = module.out_proj(mixed.transpose(1, 2).flatten(2).movedim(0, axis))
+    output = module.out_proj(mixed)
     if probabilities is not None and average_attn_weights:
         probabilities = probabilities.mean(1)
-    return output, probabilities
+    return output.transpose(0, 1) if module.batch_first else output, probabilities
 
 
 FORMULAS: dict[str, Formula] = {part: partial(projection, part) for part in THIRDS}
@@ -178,4 +194,5 @@ add(
     ],
     formulas=FORMULAS,
     forward=attention_forward,
+    own_axis=1,  # of its projections, whatever batch_first says
 )

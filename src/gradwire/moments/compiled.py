@@ -20,15 +20,15 @@ UNKNOWN = -1  # a batch size that is None
 
 
 @torch.library.custom_op("gradwire::begin", mutates_args={"clock"})
-def begin(clock: Tensor, key: int, batch: int) -> None:
+def begin(clock: Tensor, key: int, batch: int, tokens: int) -> None:
     """A forward pass begins. The clock is written so that every tap, which reads it, comes after."""
     recorder = RECORDERS.get(key)
     if recorder is not None:
-        recorder.begin(None if batch == UNKNOWN else batch)
+        recorder.begin(None if batch == UNKNOWN else batch, None if tokens == UNKNOWN else tokens)
 
 
 @begin.register_fake
-def _(clock: Tensor, key: int, batch: int) -> None:
+def _(clock: Tensor, key: int, batch: int, tokens: int) -> None:
     return None
 
 
@@ -59,6 +59,7 @@ def stage(gradient: Tensor, saved: Sequence[Tensor], mark: Tensor, key: int, par
         kept, inputs = gradient, tuple(saved)
         if found.keeps():
             kept, inputs = gradient.clone(), tuple(tensor.clone() for tensor in saved)
+        found.recorder.reach_by_tap(passed, site.batch)
         found.stage(part, kept, inputs, site)
     return gradient.clone()
 

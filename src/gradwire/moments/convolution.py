@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +43,27 @@ class Patches(Use):
         return self._between(index, index + 1)
 
     def total(self) -> Tensor:
-        return self._between(0, self.samples)
+        return self._between(0, self.samples) if self.summed is None else self.summed
+
+    def noise(self) -> float:
+        per_output = self.weight.numel() / max(1, self.gradient.shape[1])
+        return super().noise() * float(self.x.norm()) * math.sqrt(per_output / max(1, self.x.numel()))
 
 
-def geometry_of(module: _ConvNd, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+def output_padding(module: _ConvNd, x: Tensor, gradient: Tensor) -> list[int]:
+    """What a transposed convolution added to its output; output_size says it call by call, so the sizes are asked."""
+    if not module.transposed:
+        return list(module.output_padding)
+    numbers: Iterator[Any] = zip(module.stride, module.padding, module.dilation, module.kernel_size, strict=True)
+    return [
+        wanted - ((given - 1) * stride - 2 * int(padding) + dilation * (kernel - 1) + 1)
+        for wanted, given, (stride, padding, dilation, kernel) in zip(
+            gradient.shape[2:], x.shape[2:], numbers, strict=True
+        )
+    ]
+
+
+def geometry_of(module: _ConvNd, x: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """(the input as the convolution proper sees it, its numbers): padding by value is done before."""
     padding: Any = module.padding
     if module.padding_mode != "zeros":
@@ -58,8 +77,7 @@ def geometry_of(module: _ConvNd, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         "padding": list(padding),
         "dilation": list(module.dilation),
         "transposed": module.transposed,
-        # where a transposed one was given output_size, the gradient's own size already says it
-        "output_padding": list(module.output_padding),
+        "output_padding": output_padding(module, x, gradient),
         "groups": module.groups,
     }
 
@@ -81,7 +99,7 @@ def convolution(module: _ConvNd, gradient: Tensor, saved: tuple[Tensor, ...], si
         raise Doubt(f"its input has {gradient.ndim} dims and no batch axis; {dims} with one")
     gradient = site.samples_first(gradient)
     if "weight" in site.wanted:
-        x, geometry = geometry_of(module, saved[0])
+        x, geometry = geometry_of(module, saved[0], gradient)
         yield "weight", Patches(x, gradient, module.weight.shape, geometry)
     if "bias" in site.wanted:
         yield "bias", Direct(gradient.to(exact_dtype(gradient)).flatten(2).sum(2))

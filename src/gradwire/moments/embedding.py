@@ -10,30 +10,32 @@ from torch import Tensor, nn
 
 from gradwire.moments.linear import wide
 from gradwire.moments.registry import Uses, add
-from gradwire.moments.site import Doubt, Site
+from gradwire.moments.site import Doubt, Mismatch, Site
 from gradwire.moments.tap import Tap, watch
 from gradwire.moments.uses import Picked, Rows
 
 
-def is_positions(ids: Tensor) -> bool:
-    return bool(torch.equal(ids, torch.arange(ids.numel(), device=ids.device, dtype=ids.dtype)))
-
-
 def with_batch_axis(tap: Tap, module: nn.Embedding, ids: Tensor) -> Tensor:
-    """Positions [1, T] or [T] -> [B, T]: called without a batch axis, their gradient comes summed over the samples."""
-    batch = tap.recorder.batch if torch.compiler.is_compiling() else tap.recorder.now()[1]
-    axis = tap.axis
-    # an axis named by the caller is taken at its word; frequencies would count the copies
-    if axis is None or batch is None or tap.named or module.scale_grad_by_freq:
+    """Positions without a batch axis -> [B, T], for without it their gradient comes summed over the samples.
+
+    Only where nothing else can be meant: ids [1, T] in a model that is called on token ids [B, T] (GPT-2). Everything
+    else must be told, batch_dim={module: "positions"}, since a longer output may change the model: ids [T] as many as
+    the batch (T = B) look like one label for each sample, and are taken for labels.
+    """
+    root = tap.recorder.now()
+    # frequencies would count the copies
+    if root.batch is None or module.scale_grad_by_freq:
         return ids
-    if ids.ndim == 1 and axis == 0:  # where samples come second the caller inserts their axis himself
-        alone = ids.shape[0] != batch
-        if not alone and batch > 1 and not tap.labels and not torch.compiler.is_compiling():
-            alone = is_positions(ids)
-            tap.labels = not alone
-        return ids.expand(batch, ids.shape[0]) if alone else ids
-    if ids.ndim > max(axis, 1) and ids.shape[axis] == 1 and batch != 1:
-        return ids.expand(*ids.shape[:axis], batch, *ids.shape[axis + 1 :])
+    if tap.positions:
+        axis = tap.recorder.root_axis
+        if ids.ndim == 1 and axis == 0:  # where samples come second the caller inserts their axis himself
+            return ids.expand(root.batch, ids.shape[0])
+        if ids.ndim == 2 and axis in (0, 1) and ids.shape[axis] == 1:
+            return ids.expand(root.batch, -1) if axis == 0 else ids.expand(-1, root.batch)
+        return ids
+    alone = ids.ndim == 2 and ids.shape[0] == 1 and ids.shape[1] > 1 and root.batch > 1
+    if alone and ids.shape[1] == root.tokens and tap.axis == 0 and not tap.named:
+        return ids.expand(root.batch, -1)
     return ids
 
 
@@ -47,8 +49,12 @@ def embedding_forward(module: nn.Embedding, tap: Tap, input: Tensor) -> Tensor:
 def embedding(module: nn.Embedding, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
     """c_b[row] = sum of G_bt over the positions t with that id. ids [B, T], G [B, T, D]."""
     (ids,) = saved
-    if site.compiled and ids.ndim == 1 and ids.numel() > 1 and is_positions(ids):
-        raise Doubt("ids 0, 1, 2, ... as many as the batch may be positions; name its axis with batch_dim")
+    single = ids.ndim < 2 or ids.shape[0] == 1
+    if site.axis == 0 and site.batch is not None and single and (ids.ndim == 0 or ids.shape[0] != site.batch):
+        raise Mismatch(
+            f"its ids of shape {tuple(ids.shape)} have no axis of {site.batch} samples in front; if they are "
+            'positions, added to every sample alike, say batch_dim={its module: "positions"}'
+        )
     values = site.positions(gradient)
     owned = site.samples_first(ids).reshape(values.shape[:2])
     owner = torch.arange(owned.shape[0], device=ids.device)[:, None].expand(owned.shape)
@@ -107,9 +113,8 @@ def bag(offsets: bool, module: nn.EmbeddingBag, gradient: Tensor, saved: tuple[T
 def picked(module: nn.EmbeddingBag, gradient: Tensor, ids: Tensor, starts: Tensor, offsets: bool) -> Picked:
     """Mode max: the gradient of a column goes to the row that had the maximum."""
     last = offsets and module.include_last_offset
-    padding = -1 if module.padding_idx is None else module.padding_idx
     _, _, sizes, chosen = torch.embedding_bag(
-        module.weight, ids, starts, module.scale_grad_by_freq, 2, False, None, last, padding
+        module.weight, ids, starts, module.scale_grad_by_freq, 2, False, None, last, module.padding_idx
     )
     chosen, sizes = chosen[: gradient.shape[0]].long(), sizes[: gradient.shape[0]]
     full = (sizes > 0)[:, None] & (chosen >= 0)

@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 from gradwire.errors import MomentError
 from gradwire.layout import in_shape
+from gradwire.moments.check import THRICE, Check
+from gradwire.moments.combined import merge
 from gradwire.moments.estimators import Groups, step
-from gradwire.moments.site import Doubt
-from gradwire.moments.uses import Use, exact_dtype, merge
+from gradwire.moments.site import Doubt, Site
+from gradwire.moments.uses import Use, exact_dtype
 
 Passes = dict[int, list[Use]]
 
-# How often a parameter whose gradient is nothing but rounding is looked at before it is believed.
-TRIES = 3
+REENTRANT = (
+    "a reentrant checkpoint brings its uses in one pass apart, without cross terms; use_reentrant=False does not"
+)
 
 
 class Book(Protocol):
@@ -27,8 +30,10 @@ class Book(Protocol):
     paused: frozenset[str]
     strict: bool
     estimator: str
-    largest: float
     ran_backward: bool
+
+    @property
+    def passes(self) -> int: ...
 
     @property
     def open_samples(self) -> int | None: ...
@@ -40,6 +45,7 @@ class Stage:
 
     uses: Passes = field(default_factory=dict)
     signed: Passes = field(default_factory=dict)
+    recomputed: set[int] = field(default_factory=set)  # passes of which a reentrant checkpoint recomputed a part
     doubt: str | None = None
 
 
@@ -54,14 +60,16 @@ class Ledger:
         self.name, self.param, self.book = name, param, book
         self.never = never  # why it can never be exact
         self.shared = False  # used more than once in a pass
-        self.verified = never is not None  # its uses once added up to its gradient
         self.hint = raw or "none of its uses is in a layer known here; gradwire.per_sample(param, x) makes it exact"
         self.estimated = never is not None or raw is not None  # keeps account of micro-batches
-        self.tries = 0
         self.dtype = exact_dtype(param)
+        self.check = Check(param, self.dtype)
         self.moment = torch.zeros(param.numel(), dtype=self.dtype, device=param.device)
         self.staged: dict[int, Stage] = {}
-        self.fresh, self.consumed, self.arrived, self.alone = True, True, False, False
+        self.fresh, self.consumed, self.arrived = True, True, False
+        self.committed: dict[int, bool] = {}  # passes in this accumulation -> whether a part was recomputed
+        self.overlap = False  # two commits of one pass: they are no groups
+        self.last_pass = 0
         self.share: Tensor | None = None
         self.version = -1
         self.backwards = 0
@@ -72,9 +80,11 @@ class Ledger:
 
     # ---- staging, from taps in backward
 
-    def stage(self, passed: int, use: Use, signed: bool = False) -> None:
+    def stage(self, site: Site, use: Use, signed: bool = False) -> None:
         stage = self.staged.setdefault(current_task(), Stage())
-        (stage.signed if signed else stage.uses).setdefault(passed, []).append(use)
+        (stage.signed if signed else stage.uses).setdefault(site.passed, []).append(use)
+        if site.recomputed:
+            stage.recomputed.add(site.passed)
 
     def doubt(self, reason: str) -> None:
         self.staged.setdefault(current_task(), Stage()).doubt = reason
@@ -87,8 +97,8 @@ class Ledger:
             return
         held = self.param.grad
         self.fresh = self.consumed or held is None or self._cleared(held)
-        # what was in .grad before (and consumed) must not be compared with this backward's uses
-        self.alone = not self.verified and (held is None or not bool(held.any()))
+        if self.never is None:
+            self.check.before(held)
         # A reference to a first gradient would make AccumulateGrad copy instead of taking it.
         self.share = gradient.detach() if self.estimated and not self.fresh else None
 
@@ -112,17 +122,20 @@ class Ledger:
             reason = self._commit(self.staged.pop(current_task(), Stage()), param.grad)
             self._count_groups(param.grad)
         self.version = param.grad._version
-        self.arrived, self.consumed = True, False
+        self.arrived, self.consumed, self.last_pass = True, False, self.book.passes
         if reason is not None:
             self._doubted(reason)
 
     def _restart(self) -> None:
         self.moment.zero_()
         self.backwards, self.groups, self.reason = 0, None, None
+        self.overlap = False
+        self.committed.clear()
 
     def _commit(self, stage: Stage, gradient: Tensor) -> str | None:
         """Adds what was staged to the moment; the reason when there is nothing exact to add."""
-        reason = "; ".join(why for why in (self.never, stage.doubt) if why) or None
+        doubts = (self.never, stage.doubt, self._overlapping(stage))
+        reason = "; ".join(why for why in doubts if why) or None
         if reason is None and not stage.uses:
             reason = self.hint
         if reason is None:
@@ -137,13 +150,29 @@ class Ledger:
             return None
         return reason
 
+    def _overlapping(self, stage: Stage) -> str | None:
+        """A reentrant checkpoint runs a backward of its own: what it and others commit of one pass is not merged."""
+        for passed in stage.uses.keys() | stage.signed.keys():
+            recomputed = passed in stage.recomputed
+            if passed in self.committed and (recomputed or self.committed[passed]):
+                self.overlap = True
+            self.committed[passed] = recomputed or self.committed.get(passed, False)
+        return REENTRANT if self.overlap else None
+
     def _add(self, passes: Passes, gradient: Tensor) -> None:
         if any(len(uses) > 1 for uses in passes.values()):
             self.shared = True
+        eps = max(use.eps for uses in passes.values() for use in uses)
         merged = [merge(uses) for uses in passes.values()]
         self._finish(merged)
-        if self.alone:
-            self._verify(merged, gradient)
+        try:
+            self.check.after(merged, gradient, eps, self.moment)
+        except Doubt as doubt:
+            if self.check.mismatches >= THRICE:
+                self.never = str(doubt)
+            raise
+        if self.check.verified:
+            self.estimated = False
         if self.reason is None:
             self.kind = next((use.kind for use in merged if use.kind != "exact"), "exact")
             self.why = "samples interact in a batch norm" if self.kind != "exact" else ""
@@ -156,27 +185,6 @@ class Ledger:
             use.accumulate(out)
         if out.dtype != self.moment.dtype:
             in_shape(self.moment, self.param).add_(out)
-
-    def _verify(self, uses: list[Use], gradient: Tensor) -> None:
-        """Once: do the recorded uses add up to the gradient? A use outside its module would be missed silently."""
-        total = torch.stack([use.total() for use in uses]).sum(0)
-        off = float((total - gradient).norm())
-        size, spread = float(gradient.norm()), float(self.moment.sum().clamp(min=0).sqrt())
-        eps = max(torch.finfo(gradient.dtype).eps, torch.finfo(self.dtype).eps)
-        self.book.largest = max(self.book.largest, size / max(1, gradient.numel()) ** 0.5)
-        self.tries += 1
-        # Some gradients are zero but for rounding (a key's bias under softmax): there is nothing to compare.
-        noise = size <= min(0.01, 100 * eps) * self.book.largest * max(1, gradient.numel()) ** 0.5
-        if not (off < float("inf")) or (noise and self.tries < TRIES):
-            return
-        self.verified = True
-        if not noise and off > max(0.01, 16 * eps) * (size + spread):
-            self.never = (
-                f"its recorded uses explain all but {off / (size + spread):.0%} of its gradient: "
-                "it is also used outside its module"
-            )
-            raise Doubt(self.never)
-        self.estimated = False
 
     def _doubted(self, reason: str) -> None:
         self.reason, self.estimated = reason, True
@@ -204,8 +212,18 @@ class Ledger:
         self.share = None
 
     def _estimate_kind(self) -> str:
-        grouped = self.book.estimator == "groups" and self.groups is not None and self.groups.count > 1
+        several = self.groups is not None and self.groups.count > 1 and not self.overlap
+        grouped = self.book.estimator == "groups" and several
         return "groups" if grouped else "step"
+
+    def seen(self) -> bool:
+        """Whether a gradient arrived since the last consume, and was not zeroed or dropped before a later pass."""
+        if self.arrived and self.book.passes != self.last_pass:
+            held = self.param.grad
+            if held is None or self._cleared(held):
+                self.arrived = False
+                self.moment.zero_()
+        return self.arrived
 
     @torch.no_grad()
     def consume(self, gradient: Tensor) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+
+from gradwire.errors import AttachError
+from gradwire.moments.tap import transformed
 
 if TYPE_CHECKING:
     from gradwire.moments.recorder import Recorder
@@ -17,6 +21,25 @@ def batch_size(given: Any, axis: int | None) -> int | None:
     """The size of that axis of the first tensor among nested arguments; None where there is none."""
     tensor = first_tensor(given)
     return None if tensor is None or axis is None or tensor.ndim <= axis else tensor.shape[axis]
+
+
+def token_count(given: Any) -> int | None:
+    """T where the model is called on token ids [B, T, ..]; None otherwise."""
+    tensor = first_tensor(given)
+    if tensor is None or tensor.ndim < 2 or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    return None if tensor.dtype == torch.bool else tensor.shape[1]
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """All tensors among nested outputs."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from tensors_in(list(given.values()))
+    elif isinstance(given, list | tuple):
+        for item in given:
+            yield from tensors_in(item)
 
 
 def first_tensor(given: Any) -> Tensor | None:
@@ -32,14 +55,17 @@ def first_tensor(given: Any) -> Tensor | None:
     return None
 
 
-class PassHook:
-    """The root's forward pre-hook. A copied or pickled model keeps a hook that does nothing, and no recorder."""
+class _Hook:
+    """A hook of the root. A copied or pickled model keeps one that does nothing, and no recorder."""
+
+    __name__ = "gradwire_hook"  # torch.jit asks every hook for its name, and then for its source
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        raise AttachError("torch.jit.script reads a model's source, which taps have none of; wire.detach() first")
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.recorder.on_forward(args, kwargs)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return nullcontext().__exit__
@@ -47,6 +73,37 @@ class PassHook:
     def __reduce__(self) -> tuple[Any, ...]:
         # takes three arguments, returns None, and loads where gradwire is not installed
         return getattr, (nullcontext(), "__exit__")
+
+
+class PassHook(_Hook):
+    """Before the root's forward: a pass begins."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.recorder.on_forward(args, kwargs)
+
+
+class OutputHook(_Hook):
+    """After the root's forward: has the recorder told when a backward reaches this pass."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
+            return
+        told = reached(self.recorder)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(told)  # type: ignore[no-untyped-call]
+
+
+def reached(recorder: Recorder) -> Callable[[Tensor], None]:
+    """Keeps no recorder alive: the graph may outlive it."""
+    found, passed = weakref.ref(recorder), recorder.current
+
+    def call(gradient: Tensor) -> None:
+        alive = found()
+        if alive is not None:
+            alive.reach(passed)
+
+    return call
 
 
 def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:

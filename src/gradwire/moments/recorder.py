@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwire.errors import MomentError
+from gradwire.errors import AttachError, MomentError
 from gradwire.layout import in_shape
 from gradwire.moments import inventory
 from gradwire.moments.broadcast import unwatch_parameter, watch_parameter
@@ -19,13 +21,19 @@ from gradwire.moments.coverage import Row, report
 from gradwire.moments.estimators import ESTIMATORS
 from gradwire.moments.inventory import Owner
 from gradwire.moments.ledger import Ledger, current_task
-from gradwire.moments.passes import PassHook, batch_size, weakly
-from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim, told_axis
+from gradwire.moments.passes import OutputHook, PassHook, batch_size, token_count, weakly
+from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.signs import watch_signed
+from gradwire.moments.site import Pass
 from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, uninstall
 
 _keys = itertools.count(1)
-REMEMBERED = 16  # passes whose signs are kept: more than any one backward goes through
+REMEMBERED = 64  # passes that may still be differentiated: validation without no_grad brings any number
+SEVERAL = "a reentrant checkpoint cannot tell which of several forward passes it recomputes; use_reentrant=False can"
+
+
+def seed_of(step: int, number: int) -> int:
+    return int.from_bytes(blake2b(f"{step} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 class Recorder:
@@ -52,26 +60,32 @@ class Recorder:
         check_batch_dim(batch_dim, modules)
         self._refuse_second(modules)
         self.batch_dim, self.estimator, self.exact, self.strict = batch_dim, estimator, exact, strict
+        self.root_axis = root_axis_of(batch_dim, root)
         self.batch: int | None = None
-        self.passes = 0
+        self.tokens: int | None = None
+        self.current = Pass(0, None)
+        self.step, self._differentiable = 0, 0
         self.paused: frozenset[str] = (
             frozenset()
         )  # parameters whose signed gradient is being taken, in a nested backward
-        self.largest = 0.0
         self.ran_backward = False
         self.key = next(_keys)
         self.clock = torch.zeros(1, dtype=torch.int64)  # orders taps after `begin` in a compiled graph
-        self._open: list[tuple[int, int | None]] = []
+        self._open: deque[Pass] = deque(maxlen=REMEMBERED)
+        self._reached: dict[int, Pass] = {}
+        self._reached_in = -1
         self._tasks: set[int] = set()
-        self._signs: dict[int, Tensor] = {}
-        self._generator = torch.Generator().manual_seed(0)
         self._handles: list[RemovableHandle] = []
         self._taps: dict[nn.Module, Tap] = {}
         self._broadcasts: list[Tap] = []
         self.ledgers: dict[str, Ledger] = {}
+        try:
+            self._open_ledgers(root, names)
+            self._install(root)
+        except BaseException:
+            self.remove()  # a recorder that failed leaves no trace
+            raise
         RECORDERS[self.key] = self
-        self._open_ledgers(root, names)
-        self._install(root)
 
     # ---- setting up
 
@@ -80,8 +94,8 @@ class Recorder:
         for name, module in modules.items():
             tap = module.__dict__.get(ATTRIBUTE)
             if tap and tap.live:
-                raise RuntimeError(
-                    f"{name!r} ({type(module).__name__}) is being recorded already; remove() the first recorder"
+                raise AttachError(
+                    f"{name!r} ({type(module).__name__}) is being recorded already; wire.detach() the first one"
                 )
 
     def _open_ledgers(self, root: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
@@ -122,6 +136,7 @@ class Recorder:
         if module not in self._taps:
             axis, named = axis_of(self.batch_dim, owner.name, layer, owner.lineage)
             self._taps[module] = Tap(module, layer, axis, {}, self, named)
+            self._taps[module].positions = told_axis(self.batch_dim, owner.name)[0] == "positions"
         return self._taps[module]
 
     def _install(self, root: nn.Module) -> None:
@@ -135,44 +150,71 @@ class Recorder:
             self._handles.append(param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated)))
             param.requires_grad_(wants)
         self._handles.append(root.register_forward_pre_hook(PassHook(self), with_kwargs=True))
+        self._handles.append(root.register_forward_hook(OutputHook(self)))
 
     # ---- passes and graph tasks
 
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        batch = batch_size((args, kwargs), told_axis(self.batch_dim, "")[0])
-        if torch.compiler.is_compiling():
-            self.batch = batch
-            torch.ops.gradwire.begin(self.clock, self.key, UNKNOWN if batch is None else batch)
-        else:
-            self.begin(batch)
+    @property
+    def passes(self) -> int:
+        return self.current.number
 
-    def begin(self, batch: int | None) -> None:
+    def begin_step(self, step: int) -> None:
+        """The adapter's step counter: signs follow from (step, n-th pass in it), so that a resumed run agrees."""
+        self.step, self._differentiable = step, 0
+
+    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        batch = batch_size((args, kwargs), self.root_axis)
+        tokens = token_count((args, kwargs)) if self.root_axis == 0 else None
+        if torch.compiler.is_compiling():
+            self.batch, self.tokens = batch, tokens
+            known = [UNKNOWN if size is None else size for size in (batch, tokens)]
+            torch.ops.gradwire.begin(self.clock, self.key, *known)
+        else:
+            self.begin(batch, tokens)
+
+    def begin(self, batch: int | None, tokens: int | None = None) -> None:
         """A forward pass begins: its samples are others than those of the passes before."""
-        self.passes += 1
-        self.batch = batch
+        self.batch, self.tokens = batch, tokens
+        seed = seed_of(self.step, self._differentiable)
+        self.current = Pass(self.passes + 1, batch, tokens, seed)
         if self.ran_backward:
             self._open.clear()
             self.ran_backward = False
         if torch.is_grad_enabled():
-            self._open.append((self.passes, batch))
+            self._differentiable += 1
+            self._open.append(self.current)
         if self._tasks and current_task() == -1:  # a backward raised: its callback never came
             for task in list(self._tasks):
                 self._leave_task(task)
 
+    def reach(self, passed: Pass) -> None:
+        """The backward now running goes through this pass."""
+        self.enter_task()
+        if self._reached_in != current_task():
+            self._reached, self._reached_in = {}, current_task()
+        self._reached[passed.number] = passed
+
+    def reach_by_tap(self, number: int, batch: int | None) -> None:
+        """From a compiled graph, which takes no hook on its output."""
+        if self._reached_in == -1 or self._reached_in == current_task():
+            self.reach(self._reached.get(number, Pass(number, batch)))
+
     @property
     def open_samples(self) -> int | None:
         """How many samples the backward now running has, as far as can be told."""
-        batches = [batch for _, batch in self._open]
+        batches = [passed.batch for passed in self._reached.values() or self._open]
         return None if not batches or None in batches else sum(batch for batch in batches if batch is not None)
 
-    def now(self) -> tuple[int, int | None, str | None]:
-        """(pass, batch size, doubt) of a layer called now; a reentrant checkpoint calls it from inside backward."""
-        if current_task() == -1 or not self._open:
-            return self.passes, self.batch, None
-        if len(self._open) > 1:
-            doubt = "a reentrant checkpoint cannot tell which of several forward passes it recomputes"
-            return self.passes, self.batch, f"{doubt}; use_reentrant=False can"
-        return *self._open[0], None
+    def now(self) -> Pass:
+        """The pass of a layer called now; a reentrant checkpoint calls it from inside backward."""
+        if torch.compiler.is_compiling():
+            return Pass(0, self.batch, self.tokens)  # its number is known when it runs
+        if current_task() == -1:
+            return self.current
+        passes = list(self._reached.values()) or list(self._open)
+        if len(passes) == 1:
+            return passes[0]
+        return self.current._replace(doubt=SEVERAL) if passes else self.current
 
     def enter_task(self) -> None:
         """Has what this backward stages dropped at its end: unless a gradient arrived, it did not count."""
@@ -184,17 +226,11 @@ class Recorder:
 
     def _leave_task(self, task: int) -> None:
         self._tasks.discard(task)
+        if task == self._reached_in:
+            self._reached, self._reached_in = {}, -1
         self.ran_backward = True
         for ledger in self.ledgers.values():
             ledger.staged.pop(task, None)
-
-    def signs(self, passed: int, batch: int) -> Tensor:
-        """A random sign a sample, the same for all modules in one pass."""
-        if passed not in self._signs:
-            self._signs[passed] = torch.randint(0, 2, (batch,), generator=self._generator) * 2 - 1
-            for old in list(self._signs)[:-REMEMBERED]:
-                del self._signs[old]
-        return self._signs[passed]
 
     # ---- what the adapter calls
 
@@ -204,7 +240,7 @@ class Recorder:
 
     def seen(self, name: str) -> bool:
         """Whether a gradient arrived since the last consume."""
-        return self.ledgers[name].arrived
+        return self.ledgers[name].seen()
 
     def consume(self, name: str, grad: Tensor) -> None:
         """Completes an estimated moment from the accumulated gradient (1-D); the next commit overwrites."""
@@ -229,4 +265,5 @@ class Recorder:
             unwatch_parameter(tap)
         self._handles.clear()
         self._taps.clear()
+        self._broadcasts.clear()
         RECORDERS.pop(self.key, None)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,7 +14,9 @@ from gradwire.moments.uses import Use
 Uses = Iterable[tuple[str, Use]]
 Formula = Callable[[Any, Tensor, tuple[Tensor, ...], Site], Uses]
 Forward = Callable[..., Any]
-BatchDim = int | None | Mapping[str, int | None]
+# the sample axis; None: it has none; "positions": an Embedding whose ids are positions, and get a batch axis
+Axis = int | None | Literal["positions"]
+BatchDim = Axis | Mapping[str, Axis]
 F = TypeVar("F", bound=Formula)
 
 # A subclass that overrides one of these computes something else with the same parameters.
@@ -98,8 +100,8 @@ def batch_first(module: nn.Module) -> bool:
     return bool(getattr(module, "batch_first", True))
 
 
-def told_axis(batch_dim: BatchDim, name: str) -> tuple[int | None, bool]:
-    """(axis, whether the caller named this module): the longest prefix of the name wins."""
+def told_axis(batch_dim: BatchDim, name: str) -> tuple[Axis, bool]:
+    """(what the caller said, whether of this module): the longest prefix of the name wins."""
     if not isinstance(batch_dim, Mapping):
         return batch_dim, False
     parts = name.split(".")
@@ -110,28 +112,50 @@ def told_axis(batch_dim: BatchDim, name: str) -> tuple[int | None, bool]:
     return batch_dim.get("", 0), False
 
 
+def root_axis_of(batch_dim: BatchDim, root: nn.Module) -> int | None:
+    """The sample axis of what the model is called on: told, or a Transformer's own under any wrappers."""
+    axis, _ = told_axis(batch_dim, "")
+    while isinstance(root, nn.parallel.DistributedDataParallel) or hasattr(root, "_orig_mod"):
+        root = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root._orig_mod  # type: ignore[assignment]
+    told = isinstance(batch_dim, Mapping) and "" in batch_dim
+    if axis == 0 and not told and isinstance(root, TRANSFORMERS) and not batch_first(root):
+        return 1
+    return None if axis == "positions" else axis
+
+
 def axis_of(
-    batch_dim: BatchDim, name: str, layer: Layer | None, lineage: Iterable[nn.Module]
+    batch_dim: BatchDim, name: str, layer: Layer | None, lineage: Sequence[nn.Module]
 ) -> tuple[int | None, bool]:
-    """(the sample axis of a module, whether the caller named it); lineage: its ancestors, the nearest first."""
-    axis, named = told_axis(batch_dim, name)
-    if named and (axis is None or layer is None or layer.own_axis is None):
-        return axis, True
+    """(the sample axis of a module, whether the caller named it); lineage: itself and its ancestors, nearest first."""
+    told, named = told_axis(batch_dim, name)
+    axis = 0 if told == "positions" else told
+    if named and axis is None:
+        return None, True
     if layer is not None and layer.own_axis is not None:
         return layer.own_axis, named
+    for parent in lineage[1:2]:
+        if isinstance(parent, nn.MultiheadAttention) and layer_of(parent) is not None:
+            return 1, named  # its output projection: inside attention samples come second, whatever batch_first says
+    if named:
+        return axis, True
     for ancestor in lineage:
         if isinstance(ancestor, TRANSFORMERS):
             return (0 if batch_first(ancestor) else 1), False
     return axis, False
 
 
-def check_batch_dim(batch_dim: BatchDim, modules: Iterable[str]) -> None:
+def check_batch_dim(batch_dim: BatchDim, modules: Mapping[str, nn.Module]) -> None:
     """Refuses negative axes and names that no module has: a typing error must not become an estimate."""
     entries = batch_dim if isinstance(batch_dim, Mapping) else {"": batch_dim}
-    known = set(modules)
     for name, axis in entries.items():
-        if axis is not None and axis < 0:
-            raise ValueError(f"batch_dim must count from the front, but is {axis} for {name!r}; give a dim >= 0")
-        if name and name not in known:
-            near = ", ".join(sorted(known - {""})[:8])
+        if name and name not in modules:
+            near = ", ".join(sorted(modules.keys() - {""})[:8])
             raise ValueError(f"batch_dim names {name!r}, but the model has no such module; it has: {near}, ...")
+        if axis == "positions":
+            if not name or not isinstance(modules[name], nn.Embedding):
+                kind = type(modules[name]).__name__ if name in modules else "model"
+                raise ValueError(f'batch_dim "positions" is for an Embedding by its name, but {name!r} is a {kind}')
+        elif axis is not None and (not isinstance(axis, int) or isinstance(axis, bool)):
+            raise ValueError(f'batch_dim must be a dim, None or "positions", but is {axis!r} for {name!r}')
+        elif axis is not None and axis < 0:
+            raise ValueError(f"batch_dim must count from the front, but is {axis} for {name!r}; give a dim >= 0")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ class Signed(torch.autograd.Function):
         ctx.save_for_backward(*outputs)
         ctx.set_materialize_grads(False)
         ctx.tap, ctx.site, ctx.axes = tap, site, axes
-        return tuple(output.data for output in outputs)
+        # copies: what an unknown module saved may be its own output, which an in-place ReLU behind it must not change
+        return tuple(output.clone() for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -42,7 +45,7 @@ def stage_signed(
     ledgers = [ledger for ledger in tap.signed.values() if ledger.param.requires_grad]
     recorder.enter_task()
     try:
-        flipped = [flip(tap, site, axis, g) for axis, g in zip(axes, gradients, strict=True) if g is not None]
+        flipped = [flip(site, axis, g) for axis, g in zip(axes, gradients, strict=True) if g is not None]
     except Doubt as doubt:
         for ledger in ledgers:
             ledger.doubt(f"signs need a sample axis in the output: {doubt}")
@@ -59,14 +62,19 @@ def stage_signed(
         recorder.paused = frozenset()
     for ledger, value in zip(ledgers, found, strict=True):
         if value is not None:
-            ledger.stage(site.passed, Direct(value.detach()[None]), signed=True)
+            ledger.stage(site, Direct(value.detach()[None]), signed=True)
 
 
-def flip(tap: Tap, site: Site, axis: int | None, gradient: Tensor) -> Tensor:
+@lru_cache(maxsize=64)
+def drawn(seed: int, batch: int) -> Tensor:
+    """A random sign a sample, the same for all modules in one pass, and the same when training is resumed."""
+    return torch.randint(0, 2, (batch,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def flip(site: Site, axis: int | None, gradient: Tensor) -> Tensor:
     """The gradient of an output, each sample's times its sign."""
-    site = Site(site.passed, site.batch, axis, site.training, site.wanted, doubt=site.doubt)
-    moved = site.samples_first(gradient.detach())
-    signs = tap.recorder.signs(site.passed, moved.shape[0]).to(moved)
+    moved = replace(site, axis=axis).samples_first(gradient.detach())
+    signs = drawn(site.seed, moved.shape[0]).to(moved)
     assert axis is not None
     return (moved * signs.view(-1, *[1] * (moved.ndim - 1))).movedim(0, axis)
 
@@ -77,7 +85,8 @@ def output_axes(module: nn.Module, tap: Tap, count: int) -> list[int | None]:
         states: list[int | None] = [0 if module.batch_first else 1, 1, 1]
         return states[:count]
     if isinstance(module, nn.MultiheadAttention):
-        return [tap.axis, 0][:count]
+        outputs: list[int | None] = [0 if module.batch_first else 1, 0]  # the second are its weights
+        return outputs[:count]
     return [tap.axis] * count
 
 

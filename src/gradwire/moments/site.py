@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
 
 class Doubt(Exception):  # noqa: N818 - it is no error, it is an answer
     """No exact moment for this use; the message says why, and the parameter is estimated instead."""
+
+
+class Mismatch(Doubt):
+    """The sample axis has not the batch's length: where it fits another time, that is chance."""
+
+
+class Pass(NamedTuple):
+    """One forward pass of the root; tokens: T where it was called on token ids [B, T]; seed: of its random signs."""
+
+    number: int
+    batch: int | None
+    tokens: int | None = None
+    seed: int = 0
+    doubt: str | None = None
 
 
 @dataclass(frozen=True)
@@ -23,6 +38,8 @@ class Site:
     wanted: frozenset[str]
     compiled: bool = False
     doubt: str | None = None
+    recomputed: bool = False  # by a reentrant checkpoint, inside backward
+    seed: int = 0
 
     def samples_first(self, tensor: Tensor, features: int = 0) -> Tensor:
         """[.., B, .., *features] -> [B, .., *features]; doubts when that axis is not B long."""
@@ -35,7 +52,7 @@ class Site:
         if tensor.ndim - features <= self.axis:
             raise Doubt(f"a tensor of shape {tuple(tensor.shape)} has no sample axis {self.axis}")
         if tensor.shape[self.axis] != self.batch:
-            raise Doubt(f"axis {self.axis} is {tensor.shape[self.axis]} long, the batch is {self.batch}")
+            raise Mismatch(f"axis {self.axis} is {tensor.shape[self.axis]} long, the batch is {self.batch}")
         return tensor.movedim(self.axis, 0)
 
     def positions(self, tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import types
 import weakref
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.moments.ledger import Ledger
+from gradwire.moments.check import widest
+from gradwire.moments.combined import Settled
+from gradwire.moments.ledger import Ledger, current_task
 from gradwire.moments.registry import Layer
-from gradwire.moments.site import Doubt, Site
-from gradwire.moments.uses import Settled, Use
+from gradwire.moments.site import Doubt, Mismatch, Site
+from gradwire.moments.uses import Use
 
 if TYPE_CHECKING:
     from gradwire.moments.recorder import Recorder
@@ -43,7 +46,9 @@ class Tap:
         self.ledgers, self.recorder = dict(ledgers), recorder
         self.signed: dict[str, Ledger] = {}  # parameters estimated from this module's outputs, by random signs
         self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
-        self.labels = False  # an Embedding once seen with ids that are no positions
+        self.positions = False  # an Embedding of which the caller says that it is given positions
+        self.mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
+        self.input = None if module is None else first_input(module)
         self.key = next(_keys)
         self.live = True
         TAPS[self.key] = self
@@ -60,9 +65,11 @@ class Tap:
         return frozenset(name for name, ledger in self.ledgers.items() if ledger.param.requires_grad)
 
     def site(self) -> Site:
-        passed, batch, doubt = self.recorder.now()
+        now = self.recorder.now()
         training = self.module is not None and self.module.training
-        return Site(passed, batch, self.axis, training, self.wanted(), doubt=doubt)
+        recomputed = current_task() != -1
+        wanted = self.wanted()
+        return Site(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed, now.seed)
 
     def stage(self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> None:
         """Turns (input, gradient) into uses and stages them with the parameters' ledgers."""
@@ -70,19 +77,28 @@ class Tap:
             return
         assert self.layer is not None
         self.recorder.enter_task()
+        if torch.is_grad_enabled():
+            for name in site.wanted:
+                self.ledgers[name].check.ask()
         with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
             try:
+                if self.mismatch is not None:
+                    raise Doubt(self.mismatch)
                 uses = list(self.layer.formulas[part](self.module, gradient, saved, site))
+                eps, norm = widest(tensor.dtype for tensor in (gradient, *saved)), gradient_norm(gradient)
                 for name, use in uses:
                     if name in site.wanted:
-                        self.ledgers[name].stage(site.passed, self._settled(name, use) if site.compiled else use)
+                        use.eps, use.gradient_norm = eps, norm
+                        self.ledgers[name].stage(site, self._settled(name, use) if site.compiled else use)
             except Doubt as doubt:
+                if isinstance(doubt, Mismatch):
+                    self.mismatch = str(doubt)
                 for name in site.wanted:
                     self.ledgers[name].doubt(str(doubt))
 
     def keeps(self) -> bool:
         """Whether a compiled graph must clone what it hands over: uses that may have to be merged."""
-        return any(self.ledgers[name].shared or not self.ledgers[name].verified for name in self.wanted())
+        return any(self.ledgers[name].shared or not self.ledgers[name].check.verified for name in self.wanted())
 
     def _settled(self, name: str, use: Use) -> Use:
         if self.keeps():
@@ -90,7 +106,21 @@ class Tap:
         ledger = self.ledgers[name]
         out = torch.zeros_like(ledger.param, dtype=ledger.dtype)
         use.accumulate(out)
-        return Settled(out, use.samples, use.kind)
+        settled = Settled(out, use.samples, use.kind, use.along(ledger.check.probe))
+        settled.eps, settled.gradient_norm = use.eps, use.gradient_norm
+        return settled
+
+
+def gradient_norm(gradient: Tensor) -> Tensor:
+    """In float32 at least: a half's square underflows."""
+    wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
+    return norm
+
+
+def first_input(module: nn.Module) -> str:
+    """The name of the first argument of a module's forward, by which it may be called."""
+    return next(itertools.islice(inspect.signature(type(module).forward).parameters, 1, None), "")
 
 
 class Watch(torch.autograd.Function):
@@ -136,7 +166,9 @@ def autocast_input(x: Any) -> Any:
 def plain_forward(module: nn.Module, tap: Tap, *args: Any, **kwargs: Any) -> Any:
     """The class's own forward of one input, and the tap on its output."""
     named = dict(kwargs)
-    x = args[0] if args else named.pop(next(iter(named)))
+    if not args and tap.input not in named:
+        return type(module).forward(module, **named)  # which says what is missing
+    x = args[0] if args else named.pop(tap.input or "")
     if tap.layer is not None and tap.layer.casts:
         x = autocast_input(x)
     output = type(module).forward(module, x, *args[1:], **named)

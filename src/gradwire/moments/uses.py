@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
-
-from gradwire.moments.site import Doubt
 
 # Samples are taken together while their gradients fit in so many elements, and never more than half of them: with tiny
 # weights a loop over single samples costs more in calls than in arithmetic. So nothing has batch x weights elements.
@@ -27,6 +25,9 @@ class Use(ABC):
 
     samples: int
     kind: str = "exact"
+    summed: Tensor | None = None  # total(), where accumulate came by it
+    eps: float = 0.0  # of the coarsest tensor it was made of
+    gradient_norm: Tensor | None = None  # of the layer's output
 
     @abstractmethod
     def sample(self, index: int) -> Tensor:
@@ -37,14 +38,25 @@ class Use(ABC):
         """sum_b c_b: the gradient itself."""
 
     def accumulate(self, out: Tensor) -> None:
-        """out += sum_b c_b^2, with one buffer of one weight's size."""
+        """out += sum_b c_b^2, with buffers of one weight's size."""
+        self.summed = torch.zeros_like(out)
         for index in range(self.samples):
             contribution = self.sample(index)
             out.addcmul_(contribution, contribution)
+            self.summed += contribution
 
-    def join(self, others: Sequence[Use]) -> Use:
-        """This use and others of its own class on the same samples, as one."""
-        return Together([self, *others])
+    def along(self, probe: Tensor | None) -> Tensor:
+        """total(), as a matrix, times the probe; after accumulate this costs far less than the total."""
+        total = self.total() if self.summed is None else self.summed
+        return total if probe is None else total.reshape(-1, probe.numel()) @ probe.to(total.dtype)
+
+    def noise(self) -> float:
+        """The size of the terms that the total is a sum of: times eps, the rounding in it, however small it is."""
+        return 0.0 if self.gradient_norm is None else float(self.gradient_norm)
+
+    def join(self, others: Sequence[Use]) -> Use | None:
+        """This use and others of its own class on the same samples, as one; None: sample by sample is the best."""
+        return None
 
 
 @dataclass
@@ -63,6 +75,17 @@ class Positions(Use):
 
     def total(self) -> Tensor:
         return self.left.to(self.dtype).flatten(0, 1).T @ self.right.to(self.dtype).flatten(0, 1)
+
+    def along(self, probe: Tensor | None) -> Tensor:
+        if probe is None or self.summed is not None:
+            return super().along(probe)
+        left, right = (side.to(self.dtype).flatten(0, 1) for side in (self.left, self.right))
+        return left.T @ (right @ probe.to(self.dtype))
+
+    def noise(self) -> float:
+        rows = self.left.shape[0] * self.left.shape[1]
+        left, right = (float(side.to(self.dtype).norm()) for side in (self.left, self.right))
+        return left * right / math.sqrt(max(1, rows))
 
     def accumulate(self, out: Tensor) -> None:
         """T = 1: (left*left)^T (right*right), one GEMM; otherwise sample by sample."""
@@ -132,6 +155,11 @@ class Rows(Use):
     def _dense(self, ids: Tensor, values: Tensor) -> Tensor:
         return values.new_zeros(self.rows, values.shape[-1]).index_add_(0, ids, values)
 
+    def along(self, probe: Tensor | None) -> Tensor:
+        if probe is None:
+            return super().along(probe)
+        return self.values.new_zeros(self.rows).index_add_(0, self.ids, self.values @ probe.to(self.values.dtype))
+
     def accumulate(self, out: Tensor) -> None:
         """Segment sums over (sample, row), at most N of them, squared: never B x rows x D."""
         segments, place = torch.unique(self.owner * self.rows + self.ids, return_inverse=True)
@@ -167,98 +195,3 @@ class Picked(Use):
 
     def accumulate(self, out: Tensor) -> None:
         out += self._dense(self.ids, self.values.square())
-
-
-@dataclass
-class Slice(Use):
-    """A use of the rows start : start + length only (a third of MultiheadAttention's in_proj)."""
-
-    inner: Use
-    start: int
-    length: int
-    shape: torch.Size
-
-    def __post_init__(self) -> None:
-        self.samples = self.inner.samples
-
-    def _padded(self, part: Tensor) -> Tensor:
-        whole = part.new_zeros(self.shape)
-        whole[self.start : self.start + self.length] = part
-        return whole
-
-    def sample(self, index: int) -> Tensor:
-        return self._padded(self.inner.sample(index))
-
-    def total(self) -> Tensor:
-        return self._padded(self.inner.total())
-
-    def accumulate(self, out: Tensor) -> None:
-        self.inner.accumulate(out[self.start : self.start + self.length])
-
-    def join(self, others: Sequence[Use]) -> Use:
-        """Uses of the same rows become one; uses of disjoint rows have no cross terms."""
-        groups: dict[tuple[int, int], list[Use]] = {}
-        for use in (self, *others):
-            assert isinstance(use, Slice)
-            groups.setdefault((use.start, use.length), []).append(use.inner)
-        ends = sorted((start, start + length) for start, length in groups)
-        if any(end > start for (_, end), (start, _) in pairwise(ends)):
-            return Together([self, *others])
-        return Disjoint([Slice(merge(inner), *place, self.shape) for place, inner in groups.items()])
-
-
-class Together(Use):
-    """Uses of any classes on the same samples: c_b = sum of theirs, sample by sample (a tied embedding)."""
-
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self.uses = list(uses)
-        self.samples = self.uses[0].samples
-        self.kind = next((use.kind for use in uses if use.kind != "exact"), "exact")
-
-    def sample(self, index: int) -> Tensor:
-        # not in place: a Direct's sample is a view of what it keeps
-        return torch.stack([use.sample(index) for use in self.uses]).sum(0)
-
-    def total(self) -> Tensor:
-        return torch.stack([use.total() for use in self.uses]).sum(0)
-
-
-class Disjoint(Together):
-    """Uses of disjoint elements: without cross terms, so each adds up its own squares."""
-
-    def accumulate(self, out: Tensor) -> None:
-        for use in self.uses:
-            use.accumulate(out)
-
-
-@dataclass
-class Settled(Use):
-    """A use finished at once: under torch.compile the buffers it was made of are used again."""
-
-    moment: Tensor
-    samples: int
-    kind: str = "exact"
-
-    def sample(self, index: int) -> Tensor:
-        raise Doubt("it was used a second time in a compiled graph, which no earlier backward had shown")
-
-    def total(self) -> Tensor:
-        return self.sample(0)
-
-    def accumulate(self, out: Tensor) -> None:
-        out += self.moment
-
-
-def merge(uses: Sequence[Use]) -> Use:
-    """All uses of a parameter in one pass as one use: the same samples, so cross terms count."""
-    first = uses[0]
-    if len(uses) == 1:
-        return first
-    if any(use.samples != first.samples for use in uses):
-        raise Doubt(f"it was used on {first.samples} and on {uses[-1].samples} samples in one forward pass")
-    if any(isinstance(use, Settled) for use in uses):
-        first = next(use for use in uses if isinstance(use, Settled))
-        first.sample(0)
-    if all(type(use) is type(first) for use in uses):
-        return first.join(uses[1:])
-    return Together(uses)

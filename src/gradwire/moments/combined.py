@@ -1,0 +1,129 @@
+"""Step 1, moments: uses made of other uses: a part of the rows, several uses in one pass, one finished early."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradwire.moments.site import Doubt
+from gradwire.moments.uses import Use
+
+
+@dataclass
+class Slice(Use):
+    """A use of the rows start : start + length only (a third of MultiheadAttention's in_proj)."""
+
+    inner: Use
+    start: int
+    length: int
+    shape: torch.Size
+
+    def __post_init__(self) -> None:
+        self.samples = self.inner.samples
+
+    def _padded(self, part: Tensor) -> Tensor:
+        whole = part.new_zeros(self.shape)
+        whole[self.start : self.start + self.length] = part
+        return whole
+
+    def sample(self, index: int) -> Tensor:
+        return self._padded(self.inner.sample(index))
+
+    def total(self) -> Tensor:
+        return self._padded(self.inner.total())
+
+    def along(self, probe: Tensor | None) -> Tensor:
+        part = self.inner.along(probe)
+        whole = part.new_zeros(self.shape[0])
+        whole[self.start : self.start + self.length] = part
+        return whole
+
+    def noise(self) -> float:
+        return self.inner.noise() or super().noise()
+
+    def accumulate(self, out: Tensor) -> None:
+        self.inner.accumulate(out[self.start : self.start + self.length])
+
+    def join(self, others: Sequence[Use]) -> Use | None:
+        """Uses of the same rows become one; uses of disjoint rows have no cross terms."""
+        groups: dict[tuple[int, int], list[Use]] = {}
+        for use in (self, *others):
+            assert isinstance(use, Slice)
+            groups.setdefault((use.start, use.length), []).append(use.inner)
+        ends = sorted((start, start + length) for start, length in groups)
+        if any(end > start for (_, end), (start, _) in pairwise(ends)):
+            return None
+        return Disjoint([Slice(merge(inner), *place, self.shape) for place, inner in groups.items()])
+
+
+class Together(Use):
+    """Uses of any classes on the same samples: c_b = sum of theirs, sample by sample (a tied embedding)."""
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self.uses = list(uses)
+        self.samples = self.uses[0].samples
+        self.kind = next((use.kind for use in uses if use.kind != "exact"), "exact")
+
+    def sample(self, index: int) -> Tensor:
+        # not in place: a Direct's sample is a view of what it keeps
+        return torch.stack([use.sample(index) for use in self.uses]).sum(0)
+
+    def total(self) -> Tensor:
+        return torch.stack([use.total() for use in self.uses]).sum(0)
+
+    def noise(self) -> float:
+        return sum(use.noise() for use in self.uses)
+
+
+class Disjoint(Together):
+    """Uses of disjoint elements: without cross terms, so each adds up its own squares."""
+
+    def accumulate(self, out: Tensor) -> None:
+        for use in self.uses:
+            use.accumulate(out)
+
+    def along(self, probe: Tensor | None) -> Tensor:
+        return torch.stack([use.along(probe) for use in self.uses]).sum(0)
+
+
+@dataclass
+class Settled(Use):
+    """A use finished at once: under torch.compile the buffers it was made of are used again."""
+
+    moment: Tensor
+    samples: int
+    kind: str = "exact"
+    probed: Tensor | None = None
+
+    def along(self, probe: Tensor | None) -> Tensor:
+        return self.sample(0) if self.probed is None else self.probed
+
+    def sample(self, index: int) -> Tensor:
+        raise Doubt("it was used a second time in a compiled graph, which no earlier backward had shown")
+
+    def total(self) -> Tensor:
+        return self.sample(0)
+
+    def accumulate(self, out: Tensor) -> None:
+        out += self.moment
+
+
+def merge(uses: Sequence[Use]) -> Use:
+    """All uses of a parameter in one pass as one use: the same samples, so cross terms count."""
+    first = uses[0]
+    if len(uses) == 1:
+        return first
+    if any(use.samples != first.samples for use in uses):
+        raise Doubt(f"it was used on {first.samples} and on {uses[-1].samples} samples in one forward pass")
+    if any(isinstance(use, Settled) for use in uses):
+        first = next(use for use in uses if isinstance(use, Settled))
+        first.sample(0)
+    joined = first.join(uses[1:]) if all(type(use) is type(first) for use in uses) else None
+    norms = [use.gradient_norm for use in uses if use.gradient_norm is not None]
+    joined = joined or Together(uses)
+    joined.gradient_norm = torch.stack(norms).sum() if norms else None
+    return joined
