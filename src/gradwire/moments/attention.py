@@ -135,10 +135,11 @@ def attend(
     return mixed, probabilities.view(batch, heads, length, source)
 
 
-def turned(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """[B, T, E] <-> [T, B, E]; what was one tensor stays one."""
-    seen: dict[int, Tensor] = {}
-    return tuple(seen.setdefault(id(x), x.transpose(0, 1)) for x in inputs)
+def turned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T, E] <-> [T, B, E]; what was one tensor stays one, and is projected at once."""
+    q = query.transpose(0, 1)
+    k = q if key is query else key.transpose(0, 1)
+    return q, k, k if value is key else value.transpose(0, 1)
 
 
 def attention_forward(
@@ -162,8 +163,9 @@ def attention_forward(
         raise RuntimeError("is_causal is only a hint: give the attn_mask that it describes")
     causal = is_causal and key_padding_mask is None and not need_weights
     masks = (None if causal else canonical(attn_mask, query.dtype), canonical(key_padding_mask, query.dtype))
-    inputs = (query, key, value)
-    q, k, v = project_all(module, tap, *(turned(inputs) if module.batch_first else inputs))
+    if module.batch_first:
+        query, key, value = turned(query, key, value)
+    q, k, v = project_all(module, tap, query, key, value)
     if module.bias_k is not None:
         k, v = with_bias(module, tap, k, v)
         masks = one_longer(masks)

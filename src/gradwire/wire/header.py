@@ -84,7 +84,7 @@ def write(
 
 
 def checksum(message: Tensor) -> Tensor:
-    """sum_i w_i (2 i + 1) modulo 2^64 as two words, over all words but its own: odd, so one changed word always shows."""
+    """sum_i w_i (2 i + 1) modulo 2^64 as two words, over all words but its own: one changed word always shows."""
     words = message.long().clone()
     words[..., CHECKSUM] = 0
     place = torch.arange(message.shape[-1], device=message.device) * 2 + 1
