@@ -111,3 +111,24 @@ def test_is_causal_alone_is_refused_as_torch_does() -> None:
     with pytest.raises(RuntimeError, match="give the attn_mask that it describes"):
         net(x, x, x, is_causal=True)
     recorder.remove()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_an_empty_batch_has_a_moment_of_zero(batch_first: bool, need_weights: bool) -> None:
+    """Where torch itself accepts one: it refuses a padding mask of an empty batch."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mixed: Tensor = self.attention(x, x, x, need_weights=need_weights)[0]
+            return mixed
+
+    model = Model()
+    recorder = Recorder(model, dict(model.named_parameters()), batch_dim=0 if batch_first else 1, strict=True)
+    model(torch.randn(*((0, 5, 8) if batch_first else (5, 0, 8)))).sum().backward()
+    assert {row.kind for row in recorder.coverage()} == {"exact"}
+    assert all(recorder.moment(name).eq(0).all() for name, _ in model.named_parameters())
