@@ -18,7 +18,8 @@ def test_every_option(mode: str, padding: int | None, form: str, batch: int) -> 
     weighted = mode == "weighted sum"  # torch weighs only sums
 
     def make(draw: Draw) -> Case:
-        layer = nn.EmbeddingBag(6, 3, mode=mode.split()[-1], padding_idx=padding, include_last_offset=form == "last offset")
+        options = {"mode": mode.split()[-1], "padding_idx": padding, "include_last_offset": form == "last offset"}
+        layer = nn.EmbeddingBag(6, 3, **options)
         offsets = None
         if form == "2-D":
             ids = torch.randint(0, 6, (batch, draw(st.integers(1, 3))))
