@@ -15,7 +15,7 @@ from gradwire.moments import Recorder, per_sample
 from .oracle import assert_equal, by_sample, recorded, trainable
 
 # A product of float64 roundings through a whole model, most of it in normalizations whose gradients cancel.
-RTOL = 1e-9
+RTOL = 1e-10
 
 
 def floats(*shape: int) -> Tensor:
