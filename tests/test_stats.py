@@ -10,7 +10,8 @@ from torch import nn
 import gradwire
 import scenes
 from gradwire import BF16, VGC, Dense, exchange
-from gradwire.capacity import REST, Capacity
+from gradwire.capacity import REST, Capacity, padded
+from gradwire.compressors import Context
 from gradwire.layout import Layout
 
 
@@ -110,7 +111,7 @@ def wide():
 def padding(n_steps):
     """Words sent and words in use by the fullest rank, over 20 steps after `n_steps`."""
     model = scenes.ddp(wide(), bucket_cap_mb=1)
-    wire = gradwire.attach(model, VGC(alpha=2.0))
+    wire = gradwire.attach(model, VGC(alpha=2.0, wire="words"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     used, before = 0, 0
     for step in range(n_steps + 20):
@@ -136,15 +137,39 @@ def test_padding_is_counted_and_small_in_steady_state(spawn, workers):
         assert stats.bytes_received == stats.bytes_sent * (workers - 1)
 
 
+@pytest.mark.parametrize("density", [0.1, 0.01, 0.001])
+def test_padding_of_a_compact_message_is_small(density):
+    """Room for one step's count, made from that of the step before; the words after the last one in use are padding."""
+    layout = Layout.of([("a", (1_000_000,)), ("b", (500,))])
+    torch.manual_seed(0)
+    grad = torch.randn(layout.numel)
+    moment = torch.where(torch.rand(layout.numel) < density, 0.0, 1e9)
+    vgc, counts = VGC(alpha=1.0), [int(1_000_000 * density), int(500 * density)]
+    capacity = tuple(min(padded(count), slot.numel) for count, slot in zip(counts, layout, strict=True))
+    state = vgc.init(layout, torch.device("cpu"))
+    message = vgc.encode(grad, moment, state, Context(layout, 0, capacity))
+    used = int(message.data.nonzero().max()) + 1
+    assert 0.75 * len(message.data) <= used < len(message.data)
+    assert len(message.data) < 0.7 * sum(capacity)  # the paper's words
+
+
+def numels(layout):
+    return {slot.name: slot.numel for slot in layout}
+
+
+def as_words(numel, room):
+    return room
+
+
 def test_a_step_never_costs_more_than_the_dense_one():
     layout = Layout.of([("a", (10_000,)), ("b", (3_000,))])
     for world_size in (1, 2, 8, 64):
-        capacity = Capacity(4 * layout.numel, world_size)
-        assert capacity.plan().dense  # nothing is known yet
+        capacity = Capacity(4 * layout.numel, world_size, numels(layout))
+        assert capacity.plan(as_words).dense  # nothing is known yet
         capacity.note(layout, [5_000, 2_900])
-        capacity.end_step(capacity.plan())
+        capacity.end_step(capacity.plan(as_words))
         for _ in range(3 * REST):
-            plan = capacity.plan()
+            plan = capacity.plan(as_words)
             words = sum(capacity.of(layout, plan)) + 20
             assert plan.dense or words * world_size <= 2 * layout.numel
             capacity.note(layout, [5_000, 2_900])
@@ -155,10 +180,10 @@ def test_a_step_never_costs_more_than_the_dense_one():
 
 def test_capacity_follows_what_passed_and_keeps_absent_tensors():
     layout = Layout.of([("a", (10_000,)), ("b", (3_000,))])
-    capacity = Capacity(4 * layout.numel, 2)
+    capacity = Capacity(4 * layout.numel, 2, numels(layout))
     capacity.note(layout, [400, 100])
-    capacity.end_step(capacity.plan())
-    plan = capacity.plan()
+    capacity.end_step(capacity.plan(as_words))
+    plan = capacity.plan(as_words)
     rooms = capacity.of(layout, plan)
     assert all(count < room < count / 0.7 for count, room in zip([400, 100], rooms, strict=True))
     capacity.note(layout, [400, -1])

@@ -9,7 +9,7 @@ more is needed, and in the first step, everything is sent, in float32: a dense s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradwire.layout import Layout
@@ -20,7 +20,10 @@ REST = 8
 # Room above the last count. Small models near convergence vary more from rank to rank and step to step than any such
 # room covers (on digits 4 to 7 % of the passing elements wait a step); more room would be paid in every step.
 HEADROOM = 1.125
-HEAD_WORDS = 13  # at most, a tensor's share of its message's head
+HEAD_WORDS = 14  # at most, a tensor's share of its message's head
+STEPS = 20  # halvings in search of a scale: finer than one element in a million
+
+Words = Callable[[int, int], int]  # (a tensor's elements, how many of them fit) -> words of the message
 
 
 def padded(count: int) -> int:
@@ -42,18 +45,32 @@ class Capacity:
 
     dense_bytes: int  # of the gradient, as plain DDP sends it
     world_size: int
+    numels: dict[str, int]  # by parameter
     passed: dict[str, int] = field(default_factory=dict)
     since_dense: int = REST
 
-    def plan(self) -> Plan:
+    def plan(self, words: Words) -> Plan:
         """The next step's decision, the same on every rank."""
         if not self.passed:
             return Plan(dense=True)
-        need = sum(padded(count) for count in self.passed.values())
         limit = self.dense_bytes // (2 * self.world_size) - HEAD_WORDS * len(self.passed)
-        if limit < padded(0) * len(self.passed) or (need > limit and self.since_dense >= REST):
+        fits = self._need(words, 1.0) <= limit
+        if limit < padded(0) * len(self.passed) or (not fits and self.since_dense >= REST):
             return Plan(dense=True)
-        return Plan(dense=False, scale=min(1.0, limit / need))
+        return Plan(dense=False, scale=1.0 if fits else self._scale(words, limit))
+
+    def _need(self, words: Words, scale: float) -> int:
+        """Words of a step's messages without their heads."""
+        rooms = ((self.numels[name], math.floor(padded(count) * scale)) for name, count in self.passed.items())
+        return sum(words(numel, min(room, numel)) for numel, room in rooms)
+
+    def _scale(self, words: Words, limit: int) -> float:
+        """The largest part of every room that fits together, to a millionth."""
+        fits, exceeds = 0.0, 1.0
+        for _ in range(STEPS):
+            middle = (fits + exceeds) / 2
+            fits, exceeds = (middle, exceeds) if self._need(words, middle) <= limit else (fits, middle)
+        return fits
 
     def of(self, layout: Layout, plan: Plan) -> tuple[int, ...]:
         """Elements that fit into this bucket's message, by tensor."""

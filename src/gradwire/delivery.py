@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Context, Gather, Message, State, tensors
+from gradwire.compressors.base import Arrival, Context, Gather, Message, State, tensors
 from gradwire.exchange import Courier
 from gradwire.layout import Layout
 from gradwire.stats import Meter
@@ -44,8 +44,7 @@ class Step:
     parcels: list[Parcel] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     clear: list[Callable[[], None]] = field(default_factory=list)
-    passed: list[tuple[Layout, list[int]]] = field(default_factory=list)
-    finite: bool = True
+    arrivals: list[tuple[Layout, Arrival]] = field(default_factory=list)
     done: bool = False
 
     def take_back(self) -> None:
@@ -102,8 +101,7 @@ class Delivery:
                 out.copy_(whole)
                 step.clear.append(lambda: compressor.clear(state, context))
             parcel.buffer.copy_(out if parcel.scale is None else out.mul_(parcel.scale))
-        step.finite &= arrival.finite
-        step.passed.append((layout, arrival.passed))
+        step.arrivals.append((layout, arrival))
         self._count(parcel, message, whole is not None)
         if whole is None:
             self._meter.elements(layout, message.sent, message.passed, message.sent_norm)
@@ -118,10 +116,11 @@ class Delivery:
 
     def _finish(self, step: Step) -> None:
         """Commits the step or takes it back, then lets DDP have the buckets."""
-        if step.finite:
+        finite, counts = _read(step)
+        if finite:
             for change in step.clear:
                 change()
-            for layout, passed in step.passed:
+            for layout, passed in counts:
                 self._capacity.note(layout, passed)
             self._capacity.end_step(step.plan)
         else:
@@ -137,7 +136,7 @@ class Delivery:
                 self._warned = True
         self._meter.end_step(step.plan.dense)
         step.done = True
-        self._end_step(step.finite)
+        self._end_step(finite)
         parcels, step.parcels = step.parcels, []
         for parcel in parcels:
             parcel.future.set_result(parcel.buffer)
@@ -164,6 +163,23 @@ class Delivery:
             self._stream.wait_event(parcel.ready)
             parcel.buffer.record_stream(self._stream)
             yield
+
+
+def _read(step: Step) -> tuple[bool, list[tuple[Layout, list[int]]]]:
+    """(all finite, counts by bucket) of a step; the only place where the host waits for a GPU, once a step."""
+    arrivals = [arrival for _, arrival in step.arrivals]
+    heads = [torch.stack([arrival.finite, arrival.bad]).int() for arrival in arrivals]
+    numbers = torch.cat(
+        [part for pair in zip(heads, arrivals, strict=True) for part in (pair[0], pair[1].passed)]
+    ).tolist()
+    finite, counts, at = True, [], 0
+    for layout, arrival in step.arrivals:
+        if numbers[at + 1]:
+            arrival.refuse()
+        finite &= bool(numbers[at])
+        counts.append((layout, numbers[at + 2 : at + 2 + len(layout)]))
+        at += 2 + len(layout)
+    return finite, counts
 
 
 def _snapshot(state: State) -> Callable[[], None]:

@@ -63,7 +63,8 @@ class Link:
         self.store = Store(self._bind)
         self.meter = Meter(self.n_parameters, self.device)
         n_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        self.capacity = Capacity(n_bytes, self.world_size)
+        numels = {name: p.numel() for name, p in self.parameters.items()}
+        self.capacity = Capacity(n_bytes, self.world_size, numels)
         self.steps = 0
         self.attached = True
         self.on_step: list[Callable[[], None]] = []
@@ -141,7 +142,7 @@ class Link:
             "compressor": repr(compressor),
             "model": f"{self.n_parameters} parameters in {len(self.parameters)} tensors\n{tensors}",
             "options of attach": f"{self._moments}, scaler={self.scaler is not None}",
-            "history": f"step {self.steps}\n{self.capacity}",
+            "history": f"step {self.steps}\n{self.capacity.passed} {self.capacity.since_dense}",
         }
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
@@ -165,9 +166,10 @@ class Link:
         return parcel.future.then(lambda future: future.wait())
 
     def _begin_step(self) -> None:
+        plan = Plan(dense=True)
         if isinstance(self._compressor, Gather):
             self._check_begin()
-        plan = Plan(dense=True) if self._next is not None else self.capacity.plan()
+            plan = plan if self._next is not None else self.capacity.plan(self._compressor.words)
         self._step = Step(self.steps, plan, tensors_left=len(self.parameters))
 
     def _check_begin(self) -> None:

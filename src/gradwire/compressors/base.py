@@ -28,17 +28,19 @@ class Message:
 
     data: Tensor  # int32, of a length that all ranks know
     undo: Callable[[], None]  # puts r and v of the sent elements back as they were before the send
-    sent: Tensor  # int64 [K], elements sent of each tensor
+    sent: Tensor  # integers [K], elements sent of each tensor
     passed: Tensor  # int32 [K], elements of each tensor that asked for room
     sent_norm: Tensor  # float32 [], |sent|_1
 
 
 @dataclass
 class Arrival:
-    """What the messages of all ranks said beside the gradient."""
+    """What the messages of all ranks said beside the gradient: on the device, so that nobody waits for it yet."""
 
-    finite: bool
-    passed: list[int]  # by tensor: the largest count over the ranks, -1 where no rank had a gradient
+    finite: Tensor  # bool []
+    passed: Tensor  # int32 [K]: the largest count over the ranks, -1 where no rank had a gradient
+    bad: Tensor  # bool []: a message is not what it should be; then nothing was decoded
+    refuse: Callable[[], None]  # raises what is wrong with it, in words
 
 
 class State(Protocol):
@@ -75,6 +77,10 @@ class Gather(Protocol[S]):
     def encode(self, grad: Tensor, moment: Tensor, state: S, context: Context) -> Message: ...
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival: ...
+
+    def words(self, numel: int, room: int) -> int:
+        """Words in a message's body for a tensor of `numel` elements of which `room` fit."""
+        ...
 
     def waiting(self, state: S, context: Context) -> Tensor:
         """Everything that is held back, [N], for a step in which everything is sent; a tensor of its own."""

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from gradwire import kernels
 from gradwire.compressors.base import Arrival, Context, Message
-from gradwire.errors import MessageError
 from gradwire.layout import Layout
-from gradwire.wire import header, words
+from gradwire.wire import header
+from gradwire.wire.compact_blocks import Blocks, block_length, room_words
 
-FORMAT = 1  # the paper's words
 ROUNDINGS = ("paper", "unbiased")
+WIRES = ("compact", "words")
 
 
 @dataclass
@@ -35,6 +35,7 @@ class VGC:
     tau: the hybrid with Strom's threshold: also |r| > tau, and sign(r) tau is sent.
     floor: an absolute bound beside the variance (alpha = 0 with a floor is a plain threshold).
     feedback: what rounding cut off stays in r; rounding: "paper" (1.5 goes up) or "unbiased" (sqrt 2 goes up).
+    wire: "compact", or "words", the paper's 32 bits an element; the same elements either way.
     """
 
     alpha: float = 1.5
@@ -43,6 +44,7 @@ class VGC:
     floor: float = 0.0
     feedback: bool = False
     rounding: str = "paper"
+    wire: str = "compact"
 
     needs_moments: ClassVar[bool] = True
 
@@ -69,44 +71,67 @@ class VGC:
             )
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"VGC: rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
+        if self.wire not in WIRES:
+            raise ValueError(f"VGC: wire must be one of {', '.join(WIRES)}, got {self.wire!r}")
 
     @classmethod
     def paper(cls, alpha: float, tau: float | None = None) -> VGC:
         """The method as we understand the paper, whatever the defaults become."""
-        return cls(alpha=alpha, zeta=0.999, tau=tau, floor=0.0, feedback=False, rounding="paper")
+        return cls(alpha=alpha, zeta=0.999, tau=tau, floor=0.0, feedback=False, rounding="paper", wire="words")
 
     def init(self, layout: Layout, device: torch.device) -> VGCState:
         return VGCState(*(torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in range(2)))
 
     def encode(self, grad: Tensor, moment: Tensor, state: VGCState, context: Context) -> Message:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
-        kernel, layout = kernels.select(grad.device), context.layout
+        kernel, shape, chunk = kernels.select(grad.device), self._shape(context), kernels.CHUNK
         inputs = (grad, moment, state.residual, state.variance, context.active)
-        chosen: kernels.Selection = kernel.encode(*inputs, layout, self._rule, context.capacity, context.step)
-        shape = self._shape(context)
-        counts = torch.bincount(chosen.index // shape.chunk, minlength=shape.chunks)
-        body = words.pack(chosen.index, chosen.code, shape.chunk)
-        data = header.write(shape, context.step, chosen.finite, counts, chosen.passed, chosen.exponents, body)
+        chosen = kernel.encode(*inputs, context.layout, self._rule, context.capacity, context.step, chunk)
+        orders, body, counts = None, chosen.words, chosen.counts
+        if self.wire == "compact":
+            orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
+            counts = torch.zeros_like(counts)  # its blocks count for themselves
+        parts = (chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
+        data = header.write(shape, context.step, *parts, kernel.checksum)
+        return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self._norm(chosen))
 
-        def undo() -> None:
-            state.residual[chosen.index] = chosen.residual
-            state.variance[chosen.index] = chosen.variance
-
-        sent = torch.bincount(layout.slot_of(chosen.index), minlength=len(layout))
-        return Message(data, undo, sent, chosen.passed, chosen.sent_norm)
+    def _norm(self, chosen: kernels.Selection) -> Tensor:
+        """|sent|_1 = sum_k sum_d n_kd 2^(e_k - d), or n tau: the counts tell, no element is looked at again."""
+        codes = chosen.codes.double()
+        if self.tau is not None:
+            return codes.sum() * self.tau
+        sizes = torch.arange(8, device=codes.device).neg().double().exp2()
+        return ((codes * sizes).sum(1) * chosen.exponents.double().exp2()).sum()
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
-        layout, kernel = context.layout, kernels.select(out.device)
-        shape = self._shape(context)
-        header.check(messages, shape, context.step)
-        parts = [self._open(rank, message, shape) for rank, message in enumerate(messages)]
-        out.zero_()
-        for index, code, exponents in parts:
-            kernel.add(index, code, exponents, layout, self._rule, out)
-        out.div_(len(messages))
-        finite = bool((messages[:, 5] & 1).all())
-        return Arrival(finite, messages[:, shape.passed].amax(0).tolist())
+        layout, kernel, shape, chunk = context.layout, kernels.select(out.device), self._shape(context), kernels.CHUNK
+        problems = header.check(messages, shape, context.step, kernel.checksum)
+        words, counts = messages[:, shape.body], messages[:, shape.counts]
+        if self.wire == "compact":
+            blocks, orders, sound = self._blocks(context), messages[:, shape.orders], ~problems.any(1)
+            words, counts, broken = kernel.unpack(orders, words, sound, blocks, chunk)
+            problems = torch.cat([problems, broken[:, None]], 1)
+        counts = torch.where(problems.any(1, keepdim=True), 0, counts)
+        exponents = messages[:, shape.exponents].contiguous().view(torch.int8)[:, : len(layout)].int()
+        problems = torch.cat([problems, kernel.check(words, counts, exponents, layout, self._rule, chunk)], 1)
+        bad = problems.any()
+
+        def refuse() -> None:
+            broken = ("does not hold what its directory says",) if self.wire == "compact" else ()
+            header.refuse(problems, header.PROBLEMS + broken + kernels.PROBLEMS, messages, shape, context.step)
+
+        if out.device.type == "cpu":
+            refuse()
+        kernel.add(words, torch.where(bad, 0, counts), exponents, layout, self._rule, chunk, out)
+        finite = (messages[:, 5] & 1).all()
+        return Arrival(finite, messages[:, shape.passed].amax(0), bad, refuse)
+
+    def words(self, numel: int, room: int) -> int:
+        """In the body, for one tensor; the compact format at its worst."""
+        if self.wire == "words" or room == 0:
+            return room
+        return -(-numel // block_length(numel, room)) + room_words(numel, room, self.tau is not None)
 
     def waiting(self, state: VGCState, context: Context) -> Tensor:
         """r of the tensors that have a gradient in this step; DDP drops the result of one that nobody used."""
@@ -122,20 +147,13 @@ class VGC:
             else:
                 tensor.masked_fill_(context.layout.spread(context.active), 0.0)
 
-    def _open(self, rank: int, message: Tensor, shape: header.Shape) -> tuple[Tensor, Tensor, Tensor]:
-        """Places, codes and exponents of one message, with every bound checked."""
-        counts = message[shape.counts]
-        body = message[shape.body][: int(counts.sum())]
-        index, code = words.unpack(body, counts, shape.chunk)
-        if bool((index >= shape.layout.numel).any()) or bool((index[1:] <= index[:-1]).any()):
-            raise MessageError(f"the message of rank {rank} names places that are not in this bucket, or out of order")
-        exponents = message[shape.exponents].view(torch.int8)[: len(shape.layout)].int()
-        if self.tau is None and bool((exponents[shape.layout.slot_of(index)] - (code & 7) < -126).any()):
-            raise MessageError(f"the message of rank {rank} has exponents below those of float32")
-        return index, code, exponents
-
     def _shape(self, context: Context) -> header.Shape:
-        return header.Shape(context.layout, sum(context.capacity), kernels.CHUNK, FORMAT)
+        if self.wire == "words":
+            return header.Shape(context.layout, sum(context.capacity), kernels.CHUNK, header.WORDS)
+        return header.Shape(context.layout, self._blocks(context).words, kernels.CHUNK, header.COMPACT)
+
+    def _blocks(self, context: Context) -> Blocks:
+        return Blocks.of(context.layout, context.capacity, self.tau is not None)
 
     @property
     def _rule(self) -> kernels.Rule:

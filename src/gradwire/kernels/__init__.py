@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+import functools
+import importlib
+import warnings
+from typing import cast
 
 import torch
 
 from gradwire.kernels import reference
-from gradwire.kernels.reference import CHUNK, SMALLEST, Rule, Selection
+from gradwire.kernels.interface import CHUNK, PROBLEMS, SMALLEST, Kernels, Rule, Selection
 
-__all__ = ["CHUNK", "SMALLEST", "Rule", "Selection", "select"]
+__all__ = ["CHUNK", "PROBLEMS", "SMALLEST", "Kernels", "Rule", "Selection", "select"]
+
+# by device: the module, and the compiler it needs. Loaded when first asked for: a compiler takes a second to import.
+COMPILED = {"cpu": ("gradwire.kernels.cpu", "numba"), "cuda": ("gradwire.kernels.gpu", "triton")}
 
 
-def select(device: torch.device) -> ModuleType:
+def select(device: torch.device) -> Kernels:
     """The kernels for `device`: a module with the functions of `reference`, same names, same results."""
-    return reference
+    return _load(device.type)
+
+
+@functools.cache
+def _load(kind: str) -> Kernels:
+    if kind not in COMPILED:
+        return reference
+    name, compiler = COMPILED[kind]
+    try:
+        importlib.import_module(compiler)
+    except ImportError:
+        # a new Python comes out months before its compilers do
+        warnings.warn(
+            f"gradwire: {compiler} is not installed, so the kernels for {kind} are plain torch: the same results, more "
+            f"than ten times slower. pip install {compiler}",
+            stacklevel=4,
+        )
+        return reference
+    return cast(Kernels, importlib.import_module(name))

@@ -1,50 +1,20 @@
 """Plain torch for steps 2 to 4 and 6: the definition of right, on any device.
 
-r residual, v variance, g gradient, m second moment (sum of c_z^2); k a tensor of the bucket, N elements, K tensors.
 Every operation is rounded to float32 by itself and none is fused, so that every device decides alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from gradwire.errors import MessageError
+from gradwire.kernels.interface import GOLDEN, NOTHING, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.layout import Layout, Slot
-
-CHUNK = 1 << 28  # a word has 28 bits for the place: longer messages are cut into chunks of this many elements
-NOTHING = -128  # the exponent of a tensor that sends nothing
-SMALLEST = 2.0**-126  # below it float32 is denormal and devices differ: never sent
-WINDOW = 7  # three bits of exponent below the tensor's own
-ROUNDING = {"paper": 0x00400000, "unbiased": 0x004AFB0D}  # half a binade: 1.5 goes up; or a boundary at sqrt 2
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What decides: r^2 > alpha v + floor^2, and with tau also |r| > tau."""
-
-    alpha: float
-    zeta: float
-    tau: float | None
-    floor: float
-    feedback: bool
-    rounding: str
-
-
-@dataclass
-class Selection:
-    """What one encode found: n elements in ascending order of their place, and what they were before."""
-
-    index: Tensor  # int64 [n]
-    code: Tensor  # int32 [n], sign << 3 | d
-    exponents: Tensor  # int32 [K], e_k or NOTHING
-    passed: Tensor  # int32 [K], elements that asked for room; -1 for a tensor without a gradient
-    finite: Tensor  # bool [], no bad gradient or moment
-    residual: Tensor  # float32 [n], r before the send
-    variance: Tensor  # float32 [n], v before the send
-    sent_norm: Tensor  # float32 [], |sent|_1
+from gradwire.wire import compact
+from gradwire.wire import words as wire_words
 
 
 def encode(
@@ -57,8 +27,9 @@ def encode(
     rule: Rule,
     capacity: Sequence[int],
     step: int,
+    chunk: int,
 ) -> Selection:
-    """Accumulate, decide, quantize: changes r and v in place and returns what is to be sent.
+    """Accumulate, decide, quantize, pack into words: changes r and v in place and returns what is to be sent.
 
     r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta.
     `active` [K] bool: tensors without a gradient in this step are left alone; None means all have one.
@@ -72,18 +43,24 @@ def encode(
     passed = torch.bincount(layout.slot_of(index), minlength=len(layout)).int()
     if active is not None:
         passed = torch.where(active, passed, -1)
-    index = fit(residual, index, passed, layout, capacity, step)
-    before = Selection(
-        index, code[index], exponents, passed, finite, residual[index], variance[index], residual.new_zeros(())
-    )
+    index = fit(size_class(residual[index], code[index], rule), index, passed, layout, capacity, step)
+    code, old_residual, old_variance = code[index], residual[index], variance[index]
     if live is None:
         variance.mul_(rule.zeta)
     else:
         variance.copy_(torch.where(live, variance * rule.zeta, variance))
-    sent = values(before.index, before.code, exponents, layout, rule)
-    residual[index], variance[index] = settle(before.residual, before.variance, sent, rule)
-    before.sent_norm = sent.abs().sum()
-    return before
+    sent = values(index, code, exponents, layout, rule)
+    residual[index], variance[index] = settle(old_residual, old_variance, sent, rule)
+
+    def undo() -> None:
+        residual[index], variance[index] = old_residual, old_variance
+
+    counts = torch.bincount(index // chunk, minlength=max(1, -(-layout.numel // chunk))).int()
+    cells = layout.slot_of(index) * (WINDOW + 1) + (code & WINDOW)
+    codes = torch.bincount(cells, minlength=len(layout) * (WINDOW + 1)).int().view(-1, WINDOW + 1)
+    words = torch.zeros(sum(capacity), dtype=torch.int32, device=residual.device)
+    words[: len(index)] = wire_words.pack(index, code, chunk)
+    return Selection(words, counts, codes, exponents, passed, finite, undo)
 
 
 def accumulate(grad: Tensor, moment: Tensor, residual: Tensor, variance: Tensor, live: Tensor | None) -> Tensor:
@@ -135,26 +112,32 @@ def quantize(residual: Tensor, passes: Tensor, layout: Layout, rule: Rule) -> tu
     return exponents, sign | (distance & WINDOW), passes & (distance <= WINDOW)
 
 
-def fit(residual: Tensor, index: Tensor, passed: Tensor, layout: Layout, capacity: Sequence[int], step: int) -> Tensor:
+def size_class(residual: Tensor, code: Tensor, rule: Rule) -> Tensor:
+    """Where room is short, class 0 goes first: d itself, or with tau how many binades |r| is above it, 7 at the end."""
+    if rule.tau is None:
+        return code & WINDOW
+    binade = torch.tensor(rule.tau, dtype=torch.float32).view(torch.int32) >> 23
+    above = (residual.abs().view(torch.int32) >> 23) - int(binade)
+    return WINDOW - above.clamp(max=WINDOW)
+
+
+def fit(classes: Tensor, index: Tensor, passed: Tensor, layout: Layout, capacity: Sequence[int], step: int) -> Tensor:
     """The places that fit, ascending; `passed` [K] of them are in each tensor."""
     counts = passed.clamp(min=0).tolist()
     if all(count <= room for count, room in zip(counts, capacity, strict=True)):
         return index
-    parts = torch.split(index, counts)
-    return torch.cat(
-        [_largest(residual, part, slot, room, step) for part, slot, room in zip(parts, layout, capacity, strict=True)]
-    )
+    parts = zip(torch.split(classes, counts), torch.split(index, counts), layout, capacity, strict=True)
+    return torch.cat([_largest(*part, step) for part in parts])
 
 
-def _largest(residual: Tensor, index: Tensor, slot: Slot, capacity: int, step: int) -> Tensor:
-    """`capacity` places of one tensor: largest binades first, inside the last one from a place that rotates."""
+def _largest(classes: Tensor, index: Tensor, slot: Slot, capacity: int, step: int) -> Tensor:
+    """`capacity` places of one tensor: largest classes first, inside the last one from a place that rotates."""
     if len(index) <= capacity:
         return index
-    binade = residual[index].abs().view(torch.int32) >> 23
-    above = torch.bincount(binade, minlength=256).flip(0).cumsum(0).flip(0)  # elements in this binade or a larger one
-    last = int((above > capacity).nonzero().max())  # the binade that does not fit whole
-    whole, partial = index[binade > last], index[binade == last]
-    start = slot.offset + step * 0x9E3779B1 % slot.numel  # golden ratio: consecutive steps start far apart
+    within = torch.bincount(classes, minlength=WINDOW + 1).cumsum(0)  # elements in this class or a larger one
+    last = int((within <= capacity).sum())  # the class that does not fit whole
+    whole, partial = index[classes < last], index[classes == last]
+    start = slot.offset + step * GOLDEN % slot.numel
     turned = torch.cat([partial[partial >= start], partial[partial < start]])
     return torch.cat([whole, turned[: capacity - len(whole)]]).sort().values
 
@@ -184,6 +167,71 @@ def settle(residual: Tensor, variance: Tensor, sent: Tensor, rule: Rule) -> tupl
     return torch.zeros_like(residual), torch.zeros_like(variance)
 
 
-def add(index: Tensor, code: Tensor, exponents: Tensor, layout: Layout, rule: Rule, out: Tensor) -> None:
-    """out += what one message says; its places are unique, so the result does not depend on their order."""
-    out.index_add_(0, index, values(index, code, exponents, layout, rule))
+def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
+    """What is wrong with each rank's words [W, room], of which the first sum(counts [W, C]) count: bool [W, PROBLEMS].
+
+    Counts are sound. Places must lie in the bucket and ascend, and no value may be smaller than float32 can say.
+    """
+    found = []
+    for word, count, exponent in zip(words, counts, exponents, strict=True):
+        index, code = wire_words.unpack(word[: int(count.sum())], count, chunk)
+        outside = (index >= layout.numel).any() | (index[1:] <= index[:-1]).any()
+        inside = index.clamp(max=max(0, layout.numel - 1))
+        small = exponent[layout.slot_of(inside)] - (code & WINDOW) < -126
+        found.append(torch.stack([outside, small.any() & (rule.tau is None)]))
+    return torch.stack(found)
+
+
+def add(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor) -> None:
+    """out = the mean over the ranks, in rank order: sum_w value_w / W, divided before the sum, as DDP does it."""
+    out.zero_()
+    share = 1 / len(words)
+    for word, count, exponent in zip(words, counts, exponents, strict=True):
+        index, code = wire_words.unpack(word[: int(count.sum())], count, chunk)
+        out.index_add_(0, index, values(index, code, exponent, layout, rule) * share)
+
+
+def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: compact.Blocks, chunk: int) -> tuple[Tensor, Tensor]:
+    """Words to the compact format: the order of the codes int32 [K], and the body."""
+    index, code = wire_words.unpack(words[: int(counts.sum())], counts, chunk)
+    return compact.pack(index, code, blocks)
+
+
+def unpack(
+    orders: Tensor, bodies: Tensor, sound: Tensor, blocks: compact.Blocks, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Back to words [W, room], counts [W, C]; bool [W]: which messages are not what their own directory says.
+
+    Only messages that are `sound` [W] are looked into.
+    """
+    return unpack_each(compact.unpack, orders, bodies, sound, blocks, chunk)
+
+
+def unpack_each(
+    unpack_one: Callable[[Tensor, Tensor, compact.Blocks], tuple[Tensor, Tensor]],
+    orders: Tensor,
+    bodies: Tensor,
+    sound: Tensor,
+    blocks: compact.Blocks,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`unpack` by a function that takes one message and raises when it is broken."""
+    n_chunks, device = max(1, -(-blocks.layout.numel // chunk)), bodies.device
+    words = torch.zeros(len(bodies), sum(blocks.capacity), dtype=torch.int32, device=device)
+    counts = torch.zeros(len(bodies), n_chunks, dtype=torch.int32, device=device)
+    broken = torch.zeros(len(bodies), dtype=torch.bool, device=device)
+    for rank in sound.nonzero().flatten().tolist():
+        try:
+            index, code = unpack_one(orders[rank], bodies[rank], blocks)
+        except MessageError:
+            broken[rank] = True
+            continue
+        words[rank, : len(index)] = wire_words.pack(index, code, chunk)
+        counts[rank] = torch.bincount(index // chunk, minlength=n_chunks)
+    return words, counts, broken
+
+
+def checksum(messages: Tensor) -> Tensor:
+    """sum_i w_i (2 i + 1) modulo 2^64 as two words, [..., 2]: one changed word always shows."""
+    place = torch.arange(messages.shape[-1], device=messages.device) * 2 + 1
+    return (messages.long() * place).sum(-1, keepdim=True).view(torch.int32)

@@ -10,11 +10,13 @@ A message is a vector of int32, little-endian on the wire, of a length that all 
     then   C counts of sent elements, one a chunk of 2^28 places
            K counts of elements that passed, -1 for a tensor without a gradient
            K exponents as bytes, padded to a whole word
-           the body: the words of the chunks one after another, zeros up to the capacity
+           format 2 only: K orders of codes
+           the body: format 1 the words of the chunks one after another, format 2 blocks; zeros up to its end
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +27,17 @@ from gradwire.layout import Layout
 
 MAGIC = int.from_bytes(b"GRWR", "little")
 VERSION = 1
+WORDS, COMPACT = 1, 2  # the formats of the body
 FIXED = 10
 CHECKSUM = slice(8, 10)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Where the parts of a message lie, for one bucket and one capacity."""
+    """Where the parts of a message lie, for one bucket; `room` words for the body."""
 
     layout: Layout
-    capacity: int
+    room: int
     chunk: int
     format: int
 
@@ -55,68 +58,99 @@ class Shape:
         return slice(self.passed.stop, self.passed.stop + -(-len(self.layout) // 4))
 
     @property
+    def orders(self) -> slice:
+        return slice(self.exponents.stop, self.exponents.stop + (len(self.layout) if self.format == COMPACT else 0))
+
+    @property
     def body(self) -> slice:
-        return slice(self.exponents.stop, self.words)
+        return slice(self.orders.stop, self.words)
 
     @property
     def words(self) -> int:
-        return FIXED + self.chunks + len(self.layout) + -(-len(self.layout) // 4) + self.capacity
+        return int(self.orders.stop) + self.room
 
     def fixed(self, step: int) -> list[int]:
-        """The words 0 to 4, 6 and 7, which are the same on every rank."""
+        """The words 0 to 7, which are the same on every rank but for the flags."""
         digest = [int.from_bytes(self.layout.digest[i : i + 4], "little", signed=True) for i in (0, 4)]
         return [MAGIC, self.format << 16 | VERSION, *digest, step % (1 << 31), 0, len(self.layout), self.chunks]
 
 
+Sum = Callable[[Tensor], Tensor]  # a kernel's `checksum`
+
+
 def write(
-    shape: Shape, step: int, finite: Tensor, counts: Tensor, passed: Tensor, exponents: Tensor, body: Tensor
+    shape: Shape,
+    step: int,
+    finite: Tensor,
+    counts: Tensor,
+    passed: Tensor,
+    exponents: Tensor,
+    orders: Tensor | None,
+    body: Tensor,
+    checksum: Sum,
 ) -> Tensor:
     """One whole message, int32 [shape.words]."""
-    message = torch.zeros(shape.words, dtype=torch.int32, device=body.device)
-    message[:8] = torch.tensor(shape.fixed(step), dtype=torch.int32, device=body.device)
-    message[5] = finite.int()
-    message[shape.counts] = counts
-    message[shape.passed] = passed
-    message[shape.exponents].view(torch.int8)[: len(shape.layout)] = exponents.to(torch.int8)
-    message[shape.body][: len(body)] = body
+    fixed = torch.tensor([*shape.fixed(step), 0, 0], dtype=torch.int32)
+    small = torch.zeros((shape.exponents.stop - shape.exponents.start) * 4, dtype=torch.int8, device=body.device)
+    small[: len(shape.layout)] = exponents.to(torch.int8)
+    parts = [fixed.to(body.device, non_blocking=True), counts, passed, small.view(torch.int32)]
+    message = torch.cat([*parts, *([] if orders is None else [orders]), body])
+    message[5] = finite
     message[CHECKSUM] = checksum(message)
     return message
 
 
-def checksum(message: Tensor) -> Tensor:
-    """sum_i w_i (2 i + 1) modulo 2^64 as two words, over all words but its own: one changed word always shows."""
-    words = message.long().clone()
-    words[..., CHECKSUM] = 0
-    place = torch.arange(message.shape[-1], device=message.device) * 2 + 1
-    return (words * place).sum(-1, keepdim=True).view(torch.int32)
-
-
-def check(messages: Tensor, shape: Shape, step: int) -> None:
-    """Refuses messages [W, words] that were cut, changed, or made by another version, model or step."""
+def check(messages: Tensor, shape: Shape, step: int, checksum: Sum) -> Tensor:
+    """What is wrong with the messages [W, words]: bool [W, len(PROBLEMS)]. Nothing is waited for."""
     if messages.dtype != torch.int32 or messages.dim() != 2 or messages.shape[1] != shape.words:
         raise MessageError(
             f"expected messages of {shape.words} int32 words, got {tuple(messages.shape)} {messages.dtype}"
         )
-    expected = shape.fixed(step)
-    for rank, head in enumerate(messages[:, :FIXED].tolist()):
-        _check_head(rank, head, expected)
-    wrong = (messages[:, CHECKSUM] != checksum(messages)).any(1).nonzero().flatten().tolist()
-    if wrong:
-        raise MessageError(f"the message of rank {wrong[0]} is corrupt: its checksum does not match")
-    counts = messages[:, shape.counts]
-    if bool((counts < 0).any()) or bool((counts.long().sum(1) > shape.capacity).any()):
-        raise MessageError(f"a message counts more elements than its capacity of {shape.capacity}: {counts.tolist()}")
-    if bool((messages[:, shape.passed] < -1).any()):
-        raise MessageError("a message has a negative number of passing elements")
+    fixed = torch.tensor(shape.fixed(step), dtype=torch.int32).to(messages.device, non_blocking=True)
+    other = messages[:, :8] != fixed
+    own = messages[:, 8].long() * 17 + messages[:, 9].long() * 19  # what the checksum's own words add to a sum of all
+    total = (checksum(messages).view(torch.int64) - own[:, None]).view(torch.int32)
+    counts = messages[:, shape.counts].long()
+    most = shape.room if shape.format == WORDS else 0  # compact blocks count for themselves
+    return torch.stack(
+        [
+            other[:, 0],
+            other[:, 1],
+            other[:, [2, 3, 6, 7]].any(1),
+            other[:, 4],
+            (total != messages[:, CHECKSUM]).any(1),
+            (counts < 0).any(1) | (counts.sum(1) > most),
+            (messages[:, shape.passed] < -1).any(1),
+        ],
+        dim=1,
+    )
 
 
-def _check_head(rank: int, head: list[int], expected: list[int]) -> None:
-    if head[0] != expected[0]:
-        raise MessageError(f"rank {rank} sent no gradwire message (it begins with {head[0] & 0xFFFFFFFF:#010x})")
-    if head[1] != expected[1]:
+PROBLEMS = (
+    "is no gradwire message",
+    "is of another format or version",
+    "is the gradient of another model or bucket: its layout differs",
+    "is of another step: the ranks are out of step",
+    "is corrupt: its checksum does not match",
+    "counts more elements than its capacity",
+    "has a negative number of passing elements",
+)
+
+
+def refuse(problems: Tensor, names: tuple[str, ...], messages: Tensor, shape: Shape, step: int) -> None:
+    """Raises for the first problem [W, len(names)], if there is one, in words."""
+    for rank, row in enumerate(problems.tolist()):
+        if any(row):
+            expected, head = shape.fixed(step), messages[rank, :FIXED].tolist()
+            raise MessageError(f"the message of rank {rank} {_in_words(names[row.index(True)], head, expected)}")
+
+
+def _in_words(problem: str, head: list[int], expected: list[int]) -> str:
+    if problem == PROBLEMS[0]:
+        return f"{problem} (it begins with {head[0] & 0xFFFFFFFF:#010x})"
+    if problem == PROBLEMS[1]:
         theirs, ours = (f"format {word >> 16} version {word & 0xFFFF}" for word in (head[1], expected[1]))
-        raise MessageError(f"rank {rank} sent {theirs}, expected {ours}: install the same gradwire on every rank")
-    if head[2:4] != expected[2:4] or head[6:8] != expected[6:8]:
-        raise MessageError(f"rank {rank} sent the gradient of another model or bucket: its layout differs")
-    if head[4] != expected[4]:
-        raise MessageError(f"rank {rank} sent step {head[4]}, this is step {expected[4]}: the ranks are out of step")
+        return f"has {theirs}, expected {ours}: install the same gradwire on every rank"
+    if problem == PROBLEMS[3]:
+        return f"is of step {head[4]}, this is step {expected[4]}: the ranks are out of step"
+    return problem

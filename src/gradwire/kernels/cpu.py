@@ -1,0 +1,202 @@
+"""The kernels for the CPU: `compiled` loops, shared among as many threads as torch itself would use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.kernels import compiled
+from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.kernels.reference import unpack_each
+from gradwire.kernels.segments import Segments, halves, segments_of, shared
+from gradwire.layout import Layout
+from gradwire.wire import compact_cpu
+from gradwire.wire import words as wire_words
+from gradwire.wire.compact import Blocks
+
+__all__ = ["add", "check", "checksum", "encode", "pack", "unpack"]
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass
+class Candidates:
+    """The elements that passed, segment by segment from the segment's own begin on, and what they were before.
+
+    The arrays are as long as the bucket, so that no count has to be known; what is never written takes no memory.
+    """
+
+    segments: Segments
+    places: Array  # from the segment's begin
+    residual: Array
+    variance: Array
+    codes: Array  # sign << 3 | size class, or DROPPED
+    counts: Array  # by segment
+
+    @classmethod
+    def none(cls, segments: Segments, numel: int) -> Candidates:
+        kinds = (np.int32, np.float32, np.float32, np.uint8)
+        places, residual, variance, codes = (np.empty(numel, kind) for kind in kinds)
+        return cls(segments, places, residual, variance, codes, np.empty(len(segments), np.int64))
+
+    def cut(self, asked: Array, layout: Layout, capacity: Sequence[int], step: int) -> None:
+        """Drops what has no room; asked [K, 8]: how many there are of each size class."""
+        cuts, begins = self.segments.of_slots, self.segments.begins
+        for number in np.flatnonzero(asked.sum(1) > np.array(capacity, dtype=np.int64)).tolist():
+            slot, room, within = layout.slots[number], capacity[number], asked[number].cumsum()
+            partial = int((within <= room).sum())
+            room -= int(within[partial - 1]) if partial else 0
+            start = slot.offset + step * GOLDEN % slot.numel
+            lists = (begins, self.counts, self.places, self.codes)
+            compiled.cut(cuts[number], cuts[number + 1], partial, room, start, *lists)
+
+    def tally(self) -> Array:
+        """How many are sent, by size class, [segments, 8]."""
+        found = np.empty((len(self.segments), WINDOW + 1), np.int64)
+        self.segments.each(compiled.tally, self.segments.begins, self.counts, self.codes, found)
+        return found
+
+    def put_back(self, residual: Array, variance: Array) -> None:
+        """Every sent element gets r and v back as they were before the send."""
+        lists = (self.segments.begins, self.counts, self.places, self.codes, self.residual, self.variance)
+        self.segments.each(compiled.put_back, *lists, residual, variance)
+
+
+def encode(
+    grad: Tensor,
+    moment: Tensor,
+    residual: Tensor,
+    variance: Tensor,
+    active: Tensor | None,
+    layout: Layout,
+    rule: Rule,
+    capacity: Sequence[int],
+    step: int,
+    chunk: int,
+) -> Selection:
+    """As `reference.encode`: one pass over the bucket, and then over those that passed."""
+    segments = segments_of(layout, torch.get_num_threads(), chunk)
+    found = Candidates.none(segments, layout.numel)
+    inputs = tuple(tensor.numpy() for tensor in (grad, moment, residual, variance))
+    tops, finite = _stream(found, inputs, active, rule)
+    exponents, biased = _exponents(tops, segments, rule)
+    asked = segments.by_slot(_classify(found, biased, rule))
+    found.cut(asked, layout, capacity, step)
+    sent = found.tally()
+    words = torch.zeros(sum(capacity), dtype=torch.int32)
+    _emit(found, sent.sum(1), exponents, inputs[2:], rule, chunk, words)
+    passed = torch.from_numpy(asked.sum(1, dtype=np.int32))
+    return Selection(
+        words,
+        torch.from_numpy(segments.by_chunk(sent.sum(1))),
+        torch.from_numpy(_codes(segments.by_slot(sent), rule)),
+        torch.from_numpy(exponents),
+        passed if active is None else torch.where(active, passed, -1),
+        torch.tensor(finite),
+        lambda: found.put_back(*inputs[2:]),
+    )
+
+
+def _codes(sent: Array, rule: Rule) -> Array:
+    """How many were sent with each d, [K, 8], from how many of each size class; with tau d is always 0."""
+    if rule.tau is None:
+        return sent
+    codes = np.zeros_like(sent)
+    codes[:, 0] = sent.sum(1)
+    return codes
+
+
+def _stream(found: Candidates, inputs: tuple[Array, ...], active: Tensor | None, rule: Rule) -> tuple[Array, bool]:
+    """Accumulate and decide: (bits of the largest |r| that passes, by segment; whether all was finite)."""
+    segments = found.segments
+    live = np.ones(len(segments), np.uint8) if active is None else active.numpy().astype(np.uint8)[segments.slots]
+    least = np.float32(SMALLEST)
+    if rule.tau is not None:  # |r| > tau
+        least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
+    floor = np.float32(rule.floor)
+    tops, bad = np.empty(len(segments), np.int32), np.empty(len(segments), np.uint8)
+    numbers = (np.float32(rule.alpha), np.float32(rule.zeta), least, floor * floor)
+    lists = (found.places, found.residual, found.variance, found.counts, tops, bad)
+    segments.each(compiled.stream, segments.begins, segments.ends, live, *inputs, *numbers, *lists)
+    return tops, not bad.any()
+
+
+def _exponents(tops: Array, segments: Segments, rule: Rule) -> tuple[Array, Array]:
+    """e_k or NOTHING, and biased; int32 [K]."""
+    largest = np.zeros(segments.n_slots, np.int32)
+    np.maximum.at(largest, segments.slots, tops)
+    bits = largest + (ROUNDING[rule.rounding] if rule.rounding == "unbiased" else 0)
+    biased = np.minimum(bits >> 23, 254).astype(np.int32)
+    said = (largest > 0) & (rule.tau is None)
+    return np.where(said, biased - 127, NOTHING).astype(np.int32), biased
+
+
+def _classify(found: Candidates, biased: Array, rule: Rule) -> Array:
+    """Gives every candidate its code and size class; how many of each class, [segments, 8]."""
+    segments, histogram = found.segments, np.empty((len(found.segments), WINDOW + 1), np.int64)
+    tau_binade = -1 if rule.tau is None else int(np.float32(rule.tau).view(np.int32) >> 23)
+    numbers = (segments.slots, biased, ROUNDING[rule.rounding], tau_binade)
+    lists = (found.residual, found.codes, histogram)
+    segments.each(compiled.classify, segments.begins, found.counts, *numbers, *lists)
+    return histogram
+
+
+def _emit(
+    found: Candidates,
+    sent: Array,
+    exponents: Array,
+    state: tuple[Array, ...],
+    rule: Rule,
+    chunk: int,
+    words: Tensor,
+) -> None:
+    """Writes the words and settles r and v; sent: how many, by segment."""
+    segments, starts = found.segments, sent.cumsum() - sent
+    lists = (found.places, found.codes, found.residual, found.variance, *state)
+    numbers = (np.float32(rule.zeta), np.float32(rule.tau or 0), rule.feedback, chunk)
+    where = (segments.begins, found.counts, segments.slots, starts, exponents)
+    segments.each(compiled.emit, *where, *lists, *numbers, words.numpy())
+
+
+def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
+    """As `reference.check`: one thread a rank."""
+    found = np.zeros((len(words), len(PROBLEMS)), np.bool_)
+    inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy(), rule.tau is not None, chunk)
+    shared([(rank,) for rank in range(len(words))], compiled.check, *inputs, found)
+    return torch.from_numpy(found)
+
+
+def add(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor) -> None:
+    """As `reference.add`: every thread has its own part of `out`."""
+    inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy())
+    numbers = (np.float32(rule.tau or 0), np.float32(1 / len(words)), chunk)
+    shared(halves(layout.numel, torch.get_num_threads()), compiled.add, *inputs, *numbers, out.numpy())
+
+
+def _ends(layout: Layout) -> Array:
+    return np.array([slot.offset + slot.numel for slot in layout], dtype=np.int64)
+
+
+def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor]:
+    """As `reference.pack`."""
+    index, code = wire_words.unpack(words[: int(counts.sum())], counts, chunk)
+    return compact_cpu.pack(index, code, blocks)
+
+
+def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.unpack`."""
+    return unpack_each(compact_cpu.unpack, orders, bodies, sound, blocks, chunk)
+
+
+def checksum(messages: Tensor) -> Tensor:
+    """As `reference.checksum`."""
+    if messages.dim() > 1:
+        return torch.stack([checksum(message) for message in messages])
+    parts = shared(halves(len(messages), torch.get_num_threads()), compiled.checksum, messages.numpy())
+    total = sum(int(part) for part in parts) % (1 << 64)
+    return torch.from_numpy(np.array([total], dtype=np.uint64).view(np.int32))

@@ -1,0 +1,77 @@
+"""A bucket cut for threads: segments are runs of elements of one tensor, parts are runs of segments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from gradwire.layout import Layout
+
+Array = np.ndarray[Any, Any]
+SMALL = 1 << 15  # elements below which a second thread costs more than it does
+
+
+class Segments:
+    """Cut at the tensors, at the chunks of 2^28 places, and into as many parts as there are threads."""
+
+    def __init__(self, layout: Layout, n_parts: int, chunk: int) -> None:
+        self.n_parts, self.n_slots, self.n_chunks = n_parts, len(layout), max(1, -(-layout.numel // chunk))
+        step = max(1, -(-layout.numel // n_parts))
+        cuts: list[tuple[int, int, int, int, int]] = []  # begin, end, slot, part, chunk
+        for number, slot in enumerate(layout):
+            begin, end = slot.offset, slot.offset + slot.numel
+            while begin < end:
+                part, piece = begin // step, begin // chunk
+                stop = min(end, (part + 1) * step, (piece + 1) * chunk)
+                cuts.append((begin, stop, number, part, piece))
+                begin = stop
+        table = np.array(cuts, dtype=np.int64).reshape(-1, 5)
+        self.begins, self.ends, self.slots, parts, self.chunks = (np.ascontiguousarray(column) for column in table.T)
+        self._of_parts = np.searchsorted(parts, np.arange(n_parts + 1))
+        self.of_slots = np.searchsorted(self.slots, np.arange(self.n_slots + 1))
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def each(self, function: Callable[..., None], *args: object) -> None:
+        """function(first, last, ...) for the segments of every part."""
+        shared([(self._of_parts[p], self._of_parts[p + 1]) for p in range(self.n_parts)], function, *args)
+
+    def by_slot(self, counts: Array) -> Array:
+        """Sums over the segments of each tensor, int32 [K, ...]."""
+        totals = np.zeros((self.n_slots, *counts.shape[1:]), dtype=np.int32)
+        np.add.at(totals, self.slots, counts.astype(np.int32))
+        return totals
+
+    def by_chunk(self, counts: Array) -> Array:
+        """Sums over the segments of each chunk, int32 [C]."""
+        return np.bincount(self.chunks, counts, minlength=self.n_chunks).astype(np.int32)
+
+
+@functools.lru_cache(maxsize=256)
+def segments_of(layout: Layout, n_threads: int, chunk: int) -> Segments:
+    return Segments(layout, max(1, min(n_threads, layout.numel // SMALL)), chunk)
+
+
+@functools.cache
+def pool() -> ThreadPoolExecutor:
+    """Threads of our own, made when first needed: those of OpenMP are busy with the backward."""
+    return ThreadPoolExecutor(thread_name_prefix="gradwire-kernel")
+
+
+def shared(ranges: Sequence[tuple[Any, ...]], function: Callable[..., Any], *args: object) -> list[Any]:
+    """[function(*range, *args) for every range], in threads; the first runs here."""
+    rest = [pool().submit(function, *one, *args) for one in ranges[1:]]
+    done = [function(*one, *args) for one in ranges[:1]]
+    return done + [future.result() for future in rest]
+
+
+def halves(size: int, n_threads: int) -> list[tuple[int, int]]:
+    """(begin, end) of equal parts of `size` elements, one for each thread that is worth it."""
+    n_parts = max(1, min(n_threads, size // SMALL))
+    step = -(-size // n_parts)
+    return [(part * step, min(size, (part + 1) * step)) for part in range(n_parts)]

@@ -1,0 +1,66 @@
+"""A bucket cut for a GPU: tiles are runs of elements of one tensor and one chunk, groups are runs of tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.layout import Layout
+
+Array = np.ndarray[Any, Any]
+ALIGN = 32  # elements: tiles begin at whole sectors of memory, so that loads are 16 bytes wide whatever came before
+
+
+class Tiles:
+    """The geometry on one device. A group has `group` tiles of `size` places; the last tiles of one may be empty.
+
+    Tile i has the places base[i] + low[i] .. base[i] + high[i] - 1. T tiles, G groups, K tensors, C chunks.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> None:
+        self.size, self.group, self.numel, self.n_slots = size, group, layout.numel, len(layout)
+        pieces = list(_pieces(layout, chunk))
+        n_groups = [-(-(end - begin // ALIGN * ALIGN) // (size * group)) for _, _, begin, end in pieces]
+        slot, piece_chunk, begin, end = (
+            np.repeat(column, n_groups) for column in np.array(pieces, np.int64).reshape(-1, 4).T
+        )
+        self.n_groups = len(slot)
+        self.n_tiles = self.n_groups * group
+        number = np.arange(self.n_groups) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
+        bases = ((begin // ALIGN * ALIGN) + number * size * group)[:, None] + np.arange(group) * size
+        lows = np.clip(begin[:, None] - bases, 0, size)
+        highs = np.clip(end[:, None] - bases, lows, size)
+
+        def put(values: Array, dtype: torch.dtype) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(dtype).to(device)
+
+        self.base, self.low, self.high = put(bases, torch.int64), put(lows, torch.int32), put(highs, torch.int32)
+        self.slot, self.origin = put(slot, torch.int32), put(piece_chunk * chunk, torch.int64)  # [G]
+        self.n_chunks = max(1, -(-layout.numel // chunk))
+        self.first_of_slot = put(np.searchsorted(slot, np.arange(len(layout) + 1)), torch.int32)
+        self.first_of_chunk = put(np.searchsorted(piece_chunk, np.arange(self.n_chunks + 1)), torch.int32)
+        self.offset = put(np.array([slot.offset for slot in layout], np.int64), torch.int64)  # [K]
+        self.length = put(np.array([slot.numel for slot in layout], np.int64), torch.int64)  # [K]
+        self.end = self.offset + self.length
+        self.all_live = torch.ones(max(1, len(layout)), dtype=torch.uint8, device=device)
+
+
+def _pieces(layout: Layout, chunk: int) -> Iterator[tuple[int, int, int, int]]:
+    """(tensor, chunk, begin, end) of every part of a tensor that lies in one chunk."""
+    for number, slot in enumerate(layout):
+        begin, end = slot.offset, slot.offset + slot.numel
+        while begin < end:
+            stop = min(end, (begin // chunk + 1) * chunk)
+            yield number, begin // chunk, begin, stop
+            begin = stop
+
+
+@functools.lru_cache(maxsize=256)
+def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> Tiles:
+    """Kept, because every step asks for it: a few bytes for some thousand elements."""
+    return Tiles(layout, device, chunk, size, group)

@@ -1,0 +1,137 @@
+"""How the compact format cuts a bucket into blocks, and how many words a message needs: the same on every rank.
+
+Everything here follows from the layout and the capacity by integer arithmetic; nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from gradwire.layout import Layout
+
+# Elements of a full message in a block: 256 to 512. A block costs a directory word, a count and half a word of padding,
+# 60 to 70 bits, so 0.12 to 0.27 bits an element; larger blocks would leave a GPU's warps idle at high ratios.
+ELEMENTS = 256
+SHORTEST, LONGEST = 1 << 8, 1 << 24  # places in a block; the longest bounds the low bits of a gap to 23
+MOST_WORDS = (1 << 31) - 1  # positions in a message are int32 for some kernels
+
+
+def block_length(numel: int, capacity: int) -> int:
+    """Places in a block: the smallest power of two L with L * capacity / numel >= 256, within 2^8 .. 2^24."""
+    wanted = -(-ELEMENTS * numel // capacity)
+    return min(max(1 << (wanted - 1).bit_length(), SHORTEST), LONGEST)
+
+
+def low_bits(length: int, count: int) -> int:
+    """k = floor(log2((L - c) / c)), 0 where L < 2c: the bits of a gap that are not unary."""
+    return max(((length - count) // count).bit_length() - 1, 0)
+
+
+def count_bits(length: int) -> int:
+    """Bits of c - 1, for c = 1 .. L."""
+    return (length - 1).bit_length()
+
+
+def room_words(numel: int, capacity: int, hybrid: bool = False) -> int:
+    """Words that the payload of one tensor needs at most, however its n <= capacity elements lie. N = numel.
+
+    A block of length L with c elements, whose gaps add up to at most L - c, has a low and a unary plane of
+        c k + c + sum_i floor(gap_i / 2^k)  <=  c (k + 1) + (L - c) / 2^k  =:  line_k(L, c)
+    bits, and its k is the one of the smallest line: going from k to k + 1 adds c and takes (L - c) / 2^(k+1), which is
+    a gain as long as 2^(k+1) <= (L - c) / c. So the block costs at most line_K(L, c) for ANY K; take for all blocks
+    the K of (N, capacity). Lines are linear in (L, c), so the blocks' sum is at most line_K(N, n), and lines grow
+    with c (K + 1 >= 2^-K), so that is at most line_K(N, capacity); the sum is an integer, so at most its floor.
+    Codes: sign and class are 3 bits, the extra bits of a tensor at most n (the encoder's choice): 4 n; hybrid: n.
+    Each of the m <= min(blocks, n) blocks that are not empty has a count, of w bits at most (the longest block's), and
+    rounds up to whole words: ceil(x / 32) <= (x + 31) / 32. Hence  floor((line + codes + m (w + 31)) / 32)  words.
+    """
+    if not capacity:
+        return 0
+    k = low_bits(numel, capacity)
+    line = capacity * (k + 1) + ((numel - capacity) >> k)
+    length = block_length(numel, capacity)
+    filled = min(-(-numel // length), capacity)
+    per_block = count_bits(min(length, numel)) + 31
+    return (line + capacity * (1 if hybrid else 4) + filled * per_block) // 32
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The geometry as tensors on one device. B blocks in order of their places, K tensors."""
+
+    begin: Tensor  # int64 [B], first flat place of each block
+    length: Tensor  # int64 [B], its places
+    count_bits: Tensor  # int64 [B], the bits of its count
+    tensor: Tensor  # int64 [B], the tensor it belongs to
+    first: Tensor  # int64 [K + 1], the first block of each tensor
+    capacity: Tensor  # int64 [K]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a bucket: tensor k has first[k] .. first[k + 1] - 1, of lengths[k] places, the last one shorter."""
+
+    layout: Layout
+    capacity: tuple[int, ...]  # [K], the most elements of each tensor
+    hybrid: bool  # codes are signs only
+    lengths: tuple[int, ...]  # [K], powers of two
+    first: tuple[int, ...]  # [K + 1]
+    payload_words: int  # sum of `room_words`
+
+    @classmethod
+    def of(cls, layout: Layout, capacity: Sequence[int], hybrid: bool = False) -> Blocks:
+        """Kept for the last few (layout, capacity): both sides of an exchange ask for the same."""
+        return _blocks(layout, tuple(capacity), hybrid)
+
+    @property
+    def count(self) -> int:
+        """B, also the words of the directory."""
+        return self.first[-1]
+
+    @property
+    def words(self) -> int:
+        """Length of the body: directory and payload area."""
+        return self.count + self.payload_words
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tables]:
+        return {}
+
+    def tables(self, device: torch.device) -> Tables:
+        """The geometry on `device`, made once."""
+        if device not in self._tables:
+            first = torch.tensor(self.first)
+            tensor = torch.repeat_interleave(torch.arange(len(self.lengths)), first.diff(), output_size=self.count)
+            offset = torch.tensor([slot.offset for slot in self.layout], dtype=torch.int64)[tensor]
+            numel = torch.tensor([slot.numel for slot in self.layout], dtype=torch.int64)[tensor]
+            nominal = torch.tensor(self.lengths, dtype=torch.int64)[tensor]
+            within = (torch.arange(self.count) - first[tensor]) * nominal
+            length = torch.minimum(nominal, numel - within)
+            count_bits = torch.bucketize(length, 2 ** torch.arange(25))  # the powers of two below L
+            made = (offset + within, length, count_bits, tensor, first)
+            capacity = torch.tensor(self.capacity, dtype=torch.int64)
+            self._tables[device] = Tables(*(table.to(device) for table in (*made, capacity)))
+        return self._tables[device]
+
+
+@lru_cache(maxsize=64)  # buckets of a step; the capacity changes from step to step
+def _blocks(layout: Layout, capacity: tuple[int, ...], hybrid: bool) -> Blocks:
+    numels = [slot.numel for slot in layout]
+    if len(capacity) != len(numels) or not all(0 <= room <= n for room, n in zip(capacity, numels, strict=True)):
+        raise ValueError(f"expected a capacity of 0 to numel for each of {len(numels)} tensors, got {capacity}")
+    pairs = list(zip(numels, capacity, strict=True))
+    lengths = tuple(block_length(numel, room) if room else SHORTEST for numel, room in pairs)
+    counts = (-(-numel // length) if room else 0 for (numel, room), length in zip(pairs, lengths, strict=True))
+    first = tuple(accumulate(counts, initial=0))
+    payload_words = sum(room_words(numel, room, hybrid) for numel, room in pairs)
+    if first[-1] + payload_words > MOST_WORDS:
+        raise ValueError(
+            f"a message of {first[-1] + payload_words} words is longer than {MOST_WORDS}: use smaller buckets"
+        )
+    return Blocks(layout, capacity, hybrid, lengths, first, payload_words)
