@@ -112,7 +112,7 @@ class Recorder:
                     f"can only be estimated: {never}. Replace the layer, or attach with strict=False"
                 )
             ledger = Ledger(name, param, self, never, raw if held else inventory.RAW.format(kind="module unknown"))
-            ledger.shared = len(held) > 1
+            ledger.shared = ledger.tied = len(held) > 1
             self.ledgers[name] = ledger
             plans.append((ledger, held))
         for ledger, held in plans:
@@ -135,8 +135,10 @@ class Recorder:
     def _tap(self, owner: Owner, module: nn.Module, layer: Layer | None) -> Tap:
         if module not in self._taps:
             axis, named = axis_of(self.batch_dim, owner.name, layer, owner.lineage)
-            self._taps[module] = Tap(module, layer, axis, {}, self, named)
-            self._taps[module].positions = told_axis(self.batch_dim, owner.name)[0] == "positions"
+            positions = told_axis(self.batch_dim, owner.name)[0] == "positions"
+            # positions get their batch axis where the model's own is
+            self._taps[module] = Tap(module, layer, self.root_axis if positions else axis, {}, self, named)
+            self._taps[module].positions = positions
         return self._taps[module]
 
     def _install(self, root: nn.Module) -> None:
