@@ -1,0 +1,1 @@
+"""Programs that measure: `python -m benchmarks cpu` (or `make bench`) and `python -m benchmarks gpu`."""

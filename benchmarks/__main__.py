@@ -1,0 +1,118 @@
+"""One runner for all benchmarks: prints every row as it comes and writes them to benchmarks/results/.
+
+A row says what was measured, against what, the ratio, the bar and whether it holds. A module of this folder has a
+function `rows()` that yields such rows as dicts; to add a benchmark, write one and name it in SUITES.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+from gradwire.train.provenance import provenance
+
+RESULTS = Path(__file__).parent / "results"
+SUITES = {
+    "cpu": ("encode_cpu", "wire_bits", "moments_cpu"),
+    "gpu": ("fused_linear", "fused_convolution", "encode_gpu", "steps_gpu"),
+}
+COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")
+Row = dict[str, Any]
+
+app = typer.Typer(add_completion=False, help=__doc__)
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+
+def normal(benchmark: str, row: Row) -> Row:
+    """A row in the columns of the CSV: times are milliseconds, everything else says its unit."""
+    timed = "time_ms" in row
+    measured, reference = (row["time_ms"], row["reference_ms"]) if timed else (row["value"], row["reference"])
+    bar = row.get("bar")
+    ratio = row.get("ratio") or measured / reference
+    return {
+        "benchmark": benchmark,
+        "what": row["what"],
+        "against": row["against"],
+        "measured": f"{measured:.5g}",
+        "reference": f"{reference:.5g}",
+        "unit": "ms" if timed else row.get("unit", ""),
+        "ratio": f"{ratio:.3f}",
+        "bar": "" if bar is None else f"{bar:g}",
+        "holds": "" if bar is None else ("yes" if row["holds"] else "NO"),
+    }
+
+
+def measured_rows(names: Iterable[str]) -> Iterator[Row]:
+    for name in names:
+        start = time.perf_counter()
+        with console.status(f"{name} ..."):
+            for row in importlib.import_module(f"benchmarks.{name}").rows():
+                shown = normal(name, row)
+                bar = f"  bar {shown['bar']}: {shown['holds']}" if shown["bar"] else ""
+                console.print(
+                    f"{shown['what']}: {shown['measured']} {shown['unit']} against {shown['against']} "
+                    f"{shown['reference']}, ratio {shown['ratio']}{bar}",
+                    highlight=False,
+                )
+                yield shown
+        console.print(f"[dim]{name}: {time.perf_counter() - start:.0f} s[/dim]")
+
+
+def run(suite: str, only: list[str], out: Path) -> None:
+    names = only or SUITES[suite]
+    unknown = set(names) - set(SUITES[suite])
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: {suite} has {', '.join(SUITES[suite])}")
+    kept = [row for row in _old(out) if row["benchmark"] not in names]
+    origin = provenance() | {"command": f"python -m benchmarks {' '.join(sys.argv[1:])}"}
+    if torch.cuda.is_available():
+        origin["hardware"] = torch.cuda.get_device_name()
+    rows = [row | origin for row in measured_rows(names)]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *origin), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept + rows)
+    failed = sum(row["holds"] == "NO" for row in rows)
+    console.print(f"{len(rows)} rows, {failed} below their bar, written to {out.name}")
+
+
+def _old(path: Path) -> list[Row]:
+    """The rows that are there: a run of some benchmarks leaves those of the others alone."""
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@app.command()
+def cpu(only: list[str] = typer.Argument(None), out: Path = RESULTS / "cpu.csv") -> None:  # noqa: B008
+    """On this machine's processor, in minutes."""
+    run("cpu", only or [], out)
+
+
+@app.command()
+def gpu(only: list[str] = typer.Argument(None), out: Path = RESULTS / "gpu.csv") -> None:  # noqa: B008
+    """On a CUDA device."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here; `python -m benchmarks cpu` needs none")
+    run("gpu", only or [], out)
+
+
+@app.command()
+def docs() -> None:
+    """Writes the tables and pictures of docs/performance.md from the committed results."""
+    importlib.import_module("benchmarks.report").write()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,89 @@
+"""docs/performance.md and its pictures from the committed results: `python -m benchmarks docs`.
+
+The page's text is written by hand; between two markers of a suite stands what this program makes of its CSV.
+"""
+
+from __future__ import annotations
+
+import csv
+from itertools import groupby
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "figures"
+SUITES = ("gpu", "cpu")
+Row = dict[str, str]
+
+
+def read(suite: str) -> list[Row]:
+    path = RESULTS / f"{suite}.csv"
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def markers(suite: str) -> tuple[str, str]:
+    return f"<!-- {suite}:begin -->\n", f"<!-- {suite}:end -->\n"
+
+
+def table(rows: list[Row]) -> str:
+    """All rows of one suite, losses in bold, benchmark by benchmark."""
+    lines = []
+    for benchmark, group in groupby(rows, key=lambda row: row["benchmark"]):
+        found = list(group)
+        lines += [f"\n**{benchmark}** ({found[0]['hardware']}, torch {found[0]['torch']}, `{found[0]['command']}`)\n"]
+        lines += ["| what | measured | against | ratio | bar |", "|---|---|---|---|---|"]
+        for row in found:
+            verdict = {"yes": f"{row['bar']}, holds", "NO": f"**{row['bar']}, missed**", "": ""}[row["holds"]]
+            reference = f"{row['against']} {row['reference']} {row['unit']}"
+            lines.append(
+                f"| {row['what']} | {row['measured']} {row['unit']} | {reference} | {row['ratio']} | {verdict} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def picture(suite: str, rows: list[Row]) -> str:
+    """Every row that has a bar: its ratio as a bar, the bar as a mark."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "gradwire"  # or every run would make another file
+    from matplotlib import pyplot
+
+    judged = [row for row in rows if row["bar"]]
+    if not judged:
+        return ""
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.34 * len(judged)), layout="constrained")
+    places = range(len(judged))
+    colours = ["#3b7dd8" if row["holds"] == "yes" else "#d8663b" for row in judged]
+    axes.barh(places, [float(row["ratio"]) for row in judged], color=colours, height=0.6)
+    axes.plot([float(row["bar"]) for row in judged], places, "k|", markersize=16, label="bar")
+    axes.set_yticks(places, [row["what"] for row in judged], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("ratio (less is better; orange: above its bar)")
+    axes.legend(loc="lower right")
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    figure.savefig(FIGURES / f"performance_{suite}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return f"![{suite}](figures/performance_{suite}.svg)\n"
+
+
+def render(text: str) -> str:
+    """The page with the block of every suite written anew."""
+    for suite in SUITES:
+        begin, end = markers(suite)
+        before, _, rest = text.partition(begin)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise SystemExit(f"{PAGE.name} does not have the lines {begin.strip()} and {end.strip()}, in this order")
+        rows = read(suite)
+        figure = f"![{suite}](figures/performance_{suite}.svg)\n" if any(row["bar"] for row in rows) else ""
+        text = before + begin + figure + table(rows) + end + after
+    return text
+
+
+def write() -> None:
+    for suite in SUITES:
+        picture(suite, read(suite))
+    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

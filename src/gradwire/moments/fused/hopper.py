@@ -1,0 +1,293 @@
+"""Step 1, moments: weight gradient and second moment of a Linear in one pass, for Hopper's own matrix instructions.
+
+    dW = sum_b G_b^T X_b,    moment = sum_b (G_b^T X_b)^2        G [B, T, O], X [B, T, I], both [O, I]
+
+One program a multiprocessor. One warp fetches (tensor maps, zeros past every edge), two warp groups of four multiply,
+each 64 of a tile's 128 rows, so that one squares and adds while the other keeps the matrix units busy. The three
+64 x 128 float32 sums of a warp group (this sample, all samples, squares) are 192 of its 240 registers: no larger tile
+fits. The loads run on across samples and tiles: nothing drains. Left-over tiles are split over samples, never over T.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from gradwire.moments.fused.joining import join_parts
+from gradwire.moments.fused.launching import is_known, launch_again
+from gradwire.moments.fused.tuning import Plan
+
+ROWS, COLUMNS, HALF_ROWS = 128, 128, 64
+# These change from layer to layer: without this, every layer would be compiled on its own.
+SIZES = ["outputs", "steps", "n_rows", "n_columns", "samples", "n_whole", "n_rest", "n_parts", "share"]
+
+
+@gluon.jit
+def turns(work):
+    """How many whole tiles this program has, and how many parts of others."""
+    n_whole, n_rest, n_parts = work[3], work[4], work[5]
+    program, n_programs = gl.program_id(0), gl.num_programs(0)
+    whole = gl.maximum(n_whole - program + n_programs - 1, 0) // n_programs
+    rest = gl.maximum(n_rest * n_parts - program + n_programs - 1, 0) // n_programs
+    return whole, rest
+
+
+@gluon.jit
+def segment(index, whole, work):
+    """The index-th turn of this program: its tile, the samples [first, last) it adds up, its slot in the workspace.
+
+    Programs that run together are at the same samples, or L2 serves none of them: parts that began anywhere, so that
+    all programs ended together, took 1.8 times as long (H200, 3072 x 768).
+    """
+    _, _, samples, n_whole, n_rest, _, share = work
+    n_programs, program = gl.num_programs(0), gl.program_id(0)
+    is_whole = index < whole
+    slot = (index - whole) * n_programs + program
+    tile = gl.where(is_whole, index * n_programs + program, n_whole + slot % gl.maximum(n_rest, 1))
+    first = gl.where(is_whole, 0, slot // gl.maximum(n_rest, 1) * share)
+    last = gl.where(is_whole, samples, gl.minimum(first + share, samples))
+    return tile, first, last, slot
+
+
+@gluon.jit
+def place(tile, work, group: gl.constexpr):
+    """Row and column of a tile: bands of `group` columns, so that programs running together share what is in L2."""
+    n_rows, n_columns = work[0], work[1]
+    band = tile // (n_rows * group)
+    width = gl.minimum(n_columns - band * group, group)
+    inside = tile - band * n_rows * group
+    return inside // width, band * group + inside % width
+
+
+@gluon.jit
+def following(stage, phase, stages: gl.constexpr):
+    """The next buffer of the ring; the phase turns with every round."""
+    wraps = stage + 1 == stages
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)
+
+
+@gluon.jit
+def preceding(stage, stages: gl.constexpr):
+    """The buffer before this one. (No variable: Triton 3.6 takes `before = stage` in a loop for a constant.)"""
+    return gl.where(stage == 0, stages - 1, stage - 1)
+
+
+@gluon.jit
+def fetch(maps, buffers, barriers, work, steps, stages: gl.constexpr, group: gl.constexpr):
+    """The fetching warp: for every tile, sample and step three boxes, once both warp groups have left the buffer."""
+    gradient_map, x_map = maps
+    upper, lower, right = buffers
+    full, empty = barriers
+    step: gl.constexpr = right.shape[1]
+    half: gl.constexpr = upper.shape[2]
+    columns: gl.constexpr = right.shape[2]
+    whole, rest = turns(work)
+    stage, phase = 0, 1
+    for index in range(whole + rest):
+        tile, first, last, _slot = segment(index, whole, work)
+        row, column = place(tile, work, group)
+        for sample in range(first, last):
+            for number in range(steps):
+                mbarrier.wait(empty.index(stage), phase)
+                ready = full.index(stage)
+                mbarrier.expect(ready, step * (2 * half + columns) * 2)
+                at, row_at, column_at = number * step, row * 2 * half, column * columns
+                to_upper, to_lower = upper.index(stage), lower.index(stage)
+                to_right = right.index(stage).reshape([1, step, columns])
+                tma.async_copy_global_to_shared(
+                    gradient_map, [sample, at, row_at], ready, to_upper.reshape([1, step, half])
+                )
+                tma.async_copy_global_to_shared(x_map, [sample, at, column_at], ready, to_right)
+                tma.async_copy_global_to_shared(
+                    gradient_map, [sample, at, row_at + half], ready, to_lower.reshape([1, step, half])
+                )
+                stage, phase = following(stage, phase, stages)
+
+
+@gluon.jit
+def one_sample(accumulator, left, right, barriers, steps, stage, phase, stages: gl.constexpr):
+    """G_b^T X_b of one sample: every multiplication is issued before the one before it has ended."""
+    full, empty = barriers
+    for number in range(steps):
+        mbarrier.wait(full.index(stage), phase)
+        accumulator = warpgroup_mma(
+            left.index(stage).permute((1, 0)), right.index(stage), accumulator, use_acc=number > 0, is_async=True
+        )
+        accumulator = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[accumulator]))
+        mbarrier.arrive(empty.index(preceding(stage, stages)), pred=number > 0)
+        stage, phase = following(stage, phase, stages)
+    product = warpgroup_mma_wait(0, deps=[accumulator])
+    mbarrier.arrive(empty.index(preceding(stage, stages)))
+    return product, stage, phase
+
+
+@gluon.jit
+def write_part(parts, slot, half: gl.constexpr, total, squares):
+    """A tile of which other programs have the other samples: slot [2, 128, 128], gradient then moment."""
+    rows: gl.constexpr = total.shape[0]
+    columns: gl.constexpr = total.shape[1]
+    row = gl.arange(0, rows, gl.SliceLayout(1, total.type.layout))
+    column = gl.arange(0, columns, gl.SliceLayout(0, total.type.layout))
+    cells = parts + slot.to(gl.int64) * (4 * rows * columns) + (half * rows + row[:, None]) * columns + column[None, :]
+    gl.store(cells, total)
+    gl.store(cells + 2 * rows * columns, squares)
+
+
+@gluon.jit
+def write_tile(weight_gradient, moment, outputs, inputs, row, column, half: gl.constexpr, total, squares):
+    """A finished tile."""
+    rows: gl.constexpr = total.shape[0]
+    columns: gl.constexpr = total.shape[1]
+    at_row = (2 * row + half) * rows + gl.arange(0, rows, gl.SliceLayout(1, total.type.layout))
+    at_column = column * columns + gl.arange(0, columns, gl.SliceLayout(0, total.type.layout))
+    inside = (at_row < outputs)[:, None] & (at_column < inputs)[None, :]
+    cells = at_row.to(gl.int64)[:, None] * inputs + at_column[None, :]
+    gl.store(weight_gradient + cells, total.to(weight_gradient.dtype.element_ty), mask=inside)
+    gl.store(moment + cells, squares, mask=inside)
+
+
+@gluon.jit
+def multiply(
+    results, sizes, left, right, barriers, work, steps, half: gl.constexpr, stages: gl.constexpr, group: gl.constexpr
+):
+    """A multiplying warp group: for each of its tiles the sum over samples and the sum of squares."""
+    rows: gl.constexpr = left.shape[2]
+    columns: gl.constexpr = right.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+    whole, rest = turns(work)
+    stage, phase = 0, 0
+    product = gl.zeros([rows, columns], gl.float32, layout)
+    for index in range(whole + rest):
+        tile, first, last, slot = segment(index, whole, work)
+        total = gl.zeros([rows, columns], gl.float32, layout)
+        squares = gl.zeros([rows, columns], gl.float32, layout)
+        for _ in range(first, last):
+            product, stage, phase = one_sample(
+                warpgroup_mma_init(product), left, right, barriers, steps, stage, phase, stages
+            )
+            total += product
+            squares += product * product
+        if index >= whole:
+            write_part(results[2], slot, half, total, squares)
+        else:
+            row, column = place(tile, work, group)
+            write_tile(results[0], results[1], sizes[0], sizes[1], row, column, half, total, squares)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def linear_grad_moment_kernel(
+    gradient_map,
+    x_map,
+    weight_gradient,
+    moment,
+    parts,
+    outputs,
+    inputs,
+    steps,
+    n_rows,
+    n_columns,
+    samples,
+    n_whole,
+    n_rest,
+    n_parts,
+    share,
+    stages: gl.constexpr,
+    group: gl.constexpr,
+):
+    """Sets up the ring of buffers and sends the warps to their work."""
+    half: gl.constexpr = gradient_map.block_shape[2]
+    step: gl.constexpr = gradient_map.block_shape[1]
+    columns: gl.constexpr = x_map.block_shape[2]
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    upper = gl.allocate_shared_memory(gradient_map.dtype, [stages, step, half], layout)
+    lower = gl.allocate_shared_memory(gradient_map.dtype, [stages, step, half], layout)
+    right = gl.allocate_shared_memory(gradient_map.dtype, [stages, step, columns], layout)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(stages):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    work = (n_rows, n_columns, samples, n_whole, n_rest, n_parts, share)
+    barriers, results, sizes = (full, empty), (weight_gradient, moment, parts), (outputs, inputs)
+    gl.warp_specialize(
+        [
+            (multiply, (results, sizes, upper, right, barriers, work, steps, 0, stages, group)),
+            (multiply, (results, sizes, lower, right, barriers, work, steps, 1, stages, group)),
+            (fetch, ((gradient_map, x_map), (upper, lower, right), barriers, work, steps, stages, group)),
+        ],
+        [4, 1],
+        [240, 24],  # with 240 left for the first group: 128 * (240 + 240 + 24) registers, of the 65,536 there are
+    )
+
+
+MAP_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
+
+class Map(NamedTuple):
+    """What a compiled kernel's launcher reads of a tensor map; Triton's own class checks for 10 microseconds first."""
+
+    base: Tensor
+    shape: list[int]
+    strides: list[int]
+    padding: str = "zero"
+
+
+def tensor_map(tensor: Tensor, step: int, columns: int, known: bool) -> Map | TensorDescriptor:
+    """What the fetching warp reads [B, T, columns] by: boxes of one sample, `step` positions, `columns` columns."""
+    if known:
+        return Map(tensor, list(tensor.shape), list(tensor.stride()))
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, step, columns], MAP_LAYOUT)
+
+
+def mappable(tensor: Tensor) -> Tensor:
+    """The tensor itself where a tensor map can read it (rows on 16 bytes); else a copy with padded rows.
+
+    H200, GPT-2's head (50257 x 768): copy and kernel take half the time of cuBLAS, which odd rows slow down.
+    """
+    per_row = 16 // tensor.element_size()
+    strides_fit = all(stride > 0 and stride % per_row == 0 for stride in tensor.stride()[:-1])
+    if tensor.stride(-1) == 1 and strides_fit and tensor.data_ptr() % 16 == 0:
+        return tensor
+    samples, positions, columns = tensor.shape
+    padded = tensor.new_empty(samples, positions, -(-columns // per_row) * per_row)[..., :columns]
+    return padded.copy_(tensor)
+
+
+def launch(gradient: Tensor, x: Tensor, dtype: torch.dtype, plan: Plan) -> tuple[Tensor, Tensor]:
+    """gradient [B, T, O] and x [B, T, I] in bfloat16 or float16 -> dW [O, I] in dtype, moment [O, I] in float32."""
+    (samples, positions, outputs), inputs = gradient.shape, x.shape[2]
+    weight_gradient = torch.empty(outputs, inputs, dtype=dtype, device=x.device)
+    moment = torch.empty(outputs, inputs, dtype=torch.float32, device=x.device)
+    n_rows, n_columns = -(-outputs // ROWS), -(-inputs // COLUMNS)
+    n_rest = n_rows * n_columns - plan.whole
+    n_parts = -(-samples // plan.share) if n_rest else 0
+    parts = torch.empty(max(n_rest * n_parts, 1), 2, ROWS, COLUMNS, dtype=torch.float32, device=x.device)
+    kind = (x.device.index, x.dtype, dtype, plan.step, plan.stages, plan.group, inputs % 16 == 0, inputs == 1)
+    known = is_known("linear_grad_moment", kind)
+    maps = (
+        tensor_map(mappable(gradient), plan.step, HALF_ROWS, known),
+        tensor_map(mappable(x), plan.step, COLUMNS, known),
+    )
+    work = (n_rows, n_columns, samples, plan.whole, n_rest, n_parts, plan.share)
+    steps = -(-positions // plan.step)
+    arguments = (*maps, weight_gradient, moment, parts, outputs, inputs, steps, *work, plan.stages, plan.group)
+    programs = min(max(plan.whole, n_rest * n_parts), plan.programs)
+    launch_again("linear_grad_moment", kind, linear_grad_moment_kernel, (programs, 1, 1), arguments, num_warps=4)
+    if n_rest:
+        join_parts(parts, weight_gradient, moment, samples, plan)
+    return weight_gradient, moment

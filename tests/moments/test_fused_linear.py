@@ -1,0 +1,227 @@
+"""The fused Linear kernels against float64, sample by sample: in Triton's interpreter, and on a GPU if there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.moments.fused.tuning import Plan, Shape, hopper_plan, plan_for, spread, supported, worth_it
+
+pytest.importorskip("triton", reason="the fused kernels need Triton")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+# B, T, O, I: one of each kind of edge, and T for every way (1 and 3: products; the others: tiles, on Hopper its own)
+SMALL = [(3, 40, 70, 50), (2, 64, 128, 128), (5, 9, 33, 17), (4, 1, 20, 30), (6, 3, 20, 31), (1, 7, 3, 1), (1, 1, 5, 4)]
+LARGE = [
+    *SMALL,
+    (16, 1024, 768, 768),
+    (5, 100, 200, 136),
+    (40, 16, 256, 128),
+    (7, 33, 50, 24),
+    (2, 1000, 1500, 768),
+    (9, 300, 17000, 136),
+]
+
+
+def problem(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Gradient and input, of both signs, sample b scaled by 1 + b so that a swapped sample shows."""
+    samples, positions, outputs, inputs = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    scale = 1 + torch.arange(samples)[:, None, None] / samples
+    gradient = torch.randn(samples, positions, outputs, generator=generator) * scale
+    x = torch.randn(samples, positions, inputs, generator=generator)
+    return gradient.to(dtype).to(device), x.to(dtype).to(device)
+
+
+def truth(gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """sum_b c_b and sum_b c_b^2 in float64."""
+    total = torch.zeros(gradient.shape[2], x.shape[2], dtype=torch.float64, device=x.device)
+    squares = total.clone()
+    for delta, value in zip(gradient.double(), x.double(), strict=True):
+        total += delta.T @ value
+        squares += (delta.T @ value).square()
+    return total, squares
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def tolerances(positions: int, dtype: torch.dtype) -> tuple[float, float]:
+    """(dW, moment). Products of halves are exact in float32; only products of rows are rounded to bfloat16 first."""
+    if dtype == torch.float32:
+        return 2e-6, 2e-6
+    return 5e-6, 1e-2 if positions <= 6 else 1e-5
+
+
+def check(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """One shape through the operator: right, and the same twice."""
+    from gradwire.moments.fused.linear import linear_grad_moment
+
+    gradient, x = problem(shape, dtype, device)
+    found, again = (linear_grad_moment(gradient, x, torch.float32) for _ in range(2))
+    limits = tolerances(shape[1], dtype)
+    for one, two, wanted, limit in zip(found, again, truth(gradient, x), limits, strict=True):
+        assert one.dtype == torch.float32
+        assert error(one, wanted) <= limit, (shape, dtype, error(one, wanted))
+        assert torch.equal(one, two), f"{shape}: two runs on the same inputs differ"
+
+
+def check_layouts(device: str, dtype: torch.dtype) -> None:
+    """2-D tensors, slices, transposes, other result types, nothing at all, and what is refused."""
+    from gradwire.moments.fused.linear import linear_grad_moment
+
+    gradient, x = problem((4, 10, 24, 40), dtype, device)
+    wanted = truth(gradient[1:, 2:, 8:], x[1:, 2:, :33])
+    assert max(map(error, linear_grad_moment(gradient[1:, 2:, 8:], x[1:, 2:, :33], torch.float32), wanted)) < 1e-5
+    turned = gradient.transpose(1, 2).contiguous().transpose(1, 2), x.transpose(0, 1).contiguous().transpose(0, 1)
+    assert max(map(error, linear_grad_moment(*turned, torch.float32), truth(gradient, x))) < 1e-5
+    narrow, moment = linear_grad_moment(gradient, x, torch.float16)
+    assert (narrow.dtype, moment.dtype) == (torch.float16, torch.float32)
+    assert error(narrow, truth(gradient, x)[0]) < 1e-3
+    flat = linear_grad_moment(gradient[:, 0], x[:, 0], torch.float32)
+    assert max(map(error, flat, truth(gradient[:, :1], x[:, :1]))) < 1e-2
+    nothing = linear_grad_moment(gradient[:0], x[:0], torch.float32)
+    assert all(part.shape == (24, 40) and not part.any() for part in nothing)
+    with pytest.raises(ValueError, match=r"expected gradient \[B, T, O\].*got \[4, 10, 24\] and \[3, 10, 40\]"):
+        linear_grad_moment(gradient, x[:3], torch.float32)
+
+
+def check_compiled(device: str, dtype: torch.dtype) -> None:
+    """One node of a full graph, with the shapes and types that the operator really gives."""
+    from gradwire.moments.fused.linear import linear_grad_moment
+
+    gradient, x = problem((3, 20, 24, 16), dtype, device)
+    call = torch.compile(lambda g, v: linear_grad_moment(g * 2, v, torch.float32), fullgraph=True, backend="aot_eager")
+    assert max(map(error, call(gradient, x), truth(gradient * 2, x))) < 1e-5
+    torch.library.opcheck(linear_grad_moment, (gradient, x, torch.float16))
+
+
+def check_joining() -> None:
+    """Parts laid out as Hopper's kernel leaves them: every tile from `whole` on, in parts of `share` samples."""
+    from gradwire.moments.fused.joining import join_parts
+
+    samples, outputs, inputs = 7, 300, 260
+    each = torch.randn(samples, 3 * 128, 3 * 128)
+    plan = Plan("hopper", whole=2, share=3, group=2)
+    order = [(row, column) for columns in ((0, 1), (2,)) for row in range(3) for column in columns][plan.whole :]
+    parts = torch.empty(3, len(order), 2, 128, 128)
+    for part, samples_of_it in enumerate(each.split(plan.share)):
+        for number, (row, column) in enumerate(order):
+            tile = samples_of_it[:, row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
+            parts[part, number, 0], parts[part, number, 1] = tile.sum(0), tile.square().sum(0)
+    results = torch.full((2, outputs, inputs), torch.nan)
+    join_parts(parts, results[0], results[1], samples, plan)
+    wanted = torch.stack([each.sum(0), each.square().sum(0)])[:, :outputs, :inputs]
+    assert results[:, :128, :256].isnan().all()  # the whole tiles are not its own
+    torch.testing.assert_close(results[:, 128:], wanted[:, 128:])
+    torch.testing.assert_close(results[:, :128, 256:], wanted[:, :128, 256:])
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+def interpreted() -> None:
+    """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
+    mend_interpreter()
+    for shape in SMALL:
+        for dtype in (torch.float32, torch.float16):  # bfloat16 the interpreter cannot multiply
+            check(shape, dtype, "cpu")
+    check_layouts("cpu", torch.float32)
+    check_compiled("cpu", torch.float32)
+    check_joining()
+
+
+def test_interpreted() -> None:
+    done = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("tiles", [1, 36, 108, 131, 132, 133, 144, 256, 1024, 2358])
+@pytest.mark.parametrize("samples", [1, 2, 16, 65])
+def test_spread_leaves_no_tile_and_no_sample_out(tiles: int, samples: int) -> None:
+    shape = Shape(samples, 1024, 128 * tiles, 128)
+    whole, share = spread(shape, 132)
+    assert 0 <= whole <= tiles
+    assert 1 <= share <= samples
+    longest = -(-whole // 132) * samples
+    if whole < tiles:
+        longest += -(-(tiles - whole) * -(-samples // share) // 132) * share
+    assert longest <= -(-tiles // 132) * samples  # never longer than without parts
+
+
+def test_spread_of_measured_shapes() -> None:
+    assert spread(Shape(16, 1024, 3072, 768), 132) == (132, 2)
+    assert spread(Shape(16, 1024, 4096, 1024), 132) == (256, 16)
+
+
+def test_a_cpu_is_not_supported() -> None:
+    gradient, x = problem((2, 8, 4, 4), torch.float32)
+    assert not supported(gradient, x)
+    assert not worth_it(Shape(16, 1024, 4096, 1024), torch.bfloat16, torch.device("cpu"))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", LARGE)
+def test_on_gpu(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # which products.py follows
+    check(shape, dtype, "cuda")
+
+
+@needs_gpu
+def test_layouts_on_gpu() -> None:
+    check_layouts("cuda", torch.float16)
+
+
+@needs_gpu
+def test_plans_on_gpu() -> None:
+    from gradwire.moments.fused.linear import run
+
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("Hopper's kernel needs a Hopper GPU")
+    shape = (11, 130, 700, 600)
+    gradient, x = problem(shape, torch.bfloat16, "cuda")
+    wanted = truth(gradient, x)
+    model = hopper_plan(Shape(*shape), 132)
+    for whole, share, programs in ((30, 11, 132), (0, 4, 132), (0, 1, 7), (8, 3, 4), (30, 11, 1)):
+        for group, stages in ((16, 6), (2, 2)):
+            plan = replace(model, whole=whole, share=share, programs=programs, group=group, stages=stages)
+            assert max(map(error, run(gradient, x, torch.float32, plan), wanted)) < 1e-5, plan
+
+
+@needs_gpu
+def test_compiled_on_gpu() -> None:
+    check_compiled("cuda", torch.bfloat16)
+
+
+def test_plans_are_remembered() -> None:
+    shape = Shape(4, 64, 128, 128)
+    assert plan_for(shape, torch.float32, torch.device("cpu")) is plan_for(shape, torch.float32, torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    interpreted()
