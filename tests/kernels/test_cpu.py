@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.kernels import CHUNK, Rule, Selection, cpu, reference
-from gradwire.kernels.segments import SMALL
 from gradwire.layout import Layout
+from gradwire.threads import SMALL
 
 RULES = {
     "basic": Rule(1.0, 0.999, None, 0.0, False, "paper"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.kernels import compiled
+from gradwire.errors import MessageError
+from gradwire.kernels import compiled_decode, compiled_encode
 from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
-from gradwire.kernels.reference import unpack_each
-from gradwire.kernels.segments import Segments, halves, segments_of, shared
+from gradwire.kernels.segments import Segments, segments_of
 from gradwire.layout import Layout
+from gradwire.threads import halves, shared
 from gradwire.wire import compact_cpu
-from gradwire.wire import words as wire_words
 from gradwire.wire.compact import Blocks
 
 __all__ = ["add", "check", "checksum", "encode", "pack", "unpack"]
@@ -39,10 +40,14 @@ class Candidates:
     counts: Array  # by segment
 
     @classmethod
-    def none(cls, segments: Segments, numel: int) -> Candidates:
+    def take(cls, segments: Segments, numel: int) -> Candidates:
+        """None yet. Their arrays are used again: the first touch of a page takes as long as ten elements' work."""
         kinds = (np.int32, np.float32, np.float32, np.uint8)
-        places, residual, variance, codes = (np.empty(numel, kind) for kind in kinds)
-        return cls(segments, places, residual, variance, codes, np.empty(len(segments), np.int64))
+        arrays = segments.spare.pop() if segments.spare else tuple(np.empty(numel, kind) for kind in kinds)
+        places, residual, variance, codes = arrays
+        found = cls(segments, places, residual, variance, codes, np.empty(len(segments), np.int64))
+        weakref.finalize(found, _give_back, segments.spare, arrays, found.counts)
+        return found
 
     def cut(self, asked: Array, layout: Layout, capacity: Sequence[int], step: int) -> None:
         """Drops what has no room; asked [K, 8]: how many there are of each size class."""
@@ -53,18 +58,24 @@ class Candidates:
             room -= int(within[partial - 1]) if partial else 0
             start = slot.offset + step * GOLDEN % slot.numel
             lists = (begins, self.counts, self.places, self.codes)
-            compiled.cut(cuts[number], cuts[number + 1], partial, room, start, *lists)
+            compiled_encode.cut(cuts[number], cuts[number + 1], partial, room, start, *lists)
 
     def tally(self) -> Array:
         """How many are sent, by size class, [segments, 8]."""
         found = np.empty((len(self.segments), WINDOW + 1), np.int64)
-        self.segments.each(compiled.tally, self.segments.begins, self.counts, self.codes, found)
+        self.segments.each(compiled_encode.tally, self.segments.begins, self.counts, self.codes, found)
         return found
 
     def put_back(self, residual: Array, variance: Array) -> None:
         """Every sent element gets r and v back as they were before the send."""
         lists = (self.segments.begins, self.counts, self.places, self.codes, self.residual, self.variance)
-        self.segments.each(compiled.put_back, *lists, residual, variance)
+        self.segments.each(compiled_encode.put_back, *lists, residual, variance)
+
+
+def _give_back(spare: list[tuple[Array, ...]], arrays: tuple[Array, ...], counts: Array) -> None:
+    """Keeps what a step with few candidates has touched; a dense step's would be a third of the bucket for good."""
+    if counts.sum() <= len(arrays[0]) // 8:
+        spare.append(arrays)
 
 
 def encode(
@@ -81,7 +92,7 @@ def encode(
 ) -> Selection:
     """As `reference.encode`: one pass over the bucket, and then over those that passed."""
     segments = segments_of(layout, torch.get_num_threads(), chunk)
-    found = Candidates.none(segments, layout.numel)
+    found = Candidates.take(segments, layout.numel)
     inputs = tuple(tensor.numpy() for tensor in (grad, moment, residual, variance))
     tops, finite = _stream(found, inputs, active, rule)
     exponents, biased = _exponents(tops, segments, rule)
@@ -122,7 +133,7 @@ def _stream(found: Candidates, inputs: tuple[Array, ...], active: Tensor | None,
     tops, bad = np.empty(len(segments), np.int32), np.empty(len(segments), np.uint8)
     numbers = (np.float32(rule.alpha), np.float32(rule.zeta), least, floor * floor)
     lists = (found.places, found.residual, found.variance, found.counts, tops, bad)
-    segments.each(compiled.stream, segments.begins, segments.ends, live, *inputs, *numbers, *lists)
+    segments.each(compiled_encode.stream, segments.begins, segments.ends, live, *inputs, *numbers, *lists)
     return tops, not bad.any()
 
 
@@ -142,7 +153,7 @@ def _classify(found: Candidates, biased: Array, rule: Rule) -> Array:
     tau_binade = -1 if rule.tau is None else int(np.float32(rule.tau).view(np.int32) >> 23)
     numbers = (segments.slots, biased, ROUNDING[rule.rounding], tau_binade)
     lists = (found.residual, found.codes, histogram)
-    segments.each(compiled.classify, segments.begins, found.counts, *numbers, *lists)
+    segments.each(compiled_encode.classify, segments.begins, found.counts, *numbers, *lists)
     return histogram
 
 
@@ -160,14 +171,14 @@ def _emit(
     lists = (found.places, found.codes, found.residual, found.variance, *state)
     numbers = (np.float32(rule.zeta), np.float32(rule.tau or 0), rule.feedback, chunk)
     where = (segments.begins, found.counts, segments.slots, starts, exponents)
-    segments.each(compiled.emit, *where, *lists, *numbers, words.numpy())
+    segments.each(compiled_encode.emit, *where, *lists, *numbers, words.numpy())
 
 
 def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
     """As `reference.check`: one thread a rank."""
     found = np.zeros((len(words), len(PROBLEMS)), np.bool_)
     inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy(), rule.tau is not None, chunk)
-    shared([(rank,) for rank in range(len(words))], compiled.check, *inputs, found)
+    shared([(rank,) for rank in range(len(words))], compiled_decode.check, *inputs, found)
     return torch.from_numpy(found)
 
 
@@ -175,7 +186,7 @@ def add(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: 
     """As `reference.add`: every thread has its own part of `out`."""
     inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy())
     numbers = (np.float32(rule.tau or 0), np.float32(1 / len(words)), chunk)
-    shared(halves(layout.numel, torch.get_num_threads()), compiled.add, *inputs, *numbers, out.numpy())
+    shared(halves(layout.numel, torch.get_num_threads()), compiled_decode.add, *inputs, *numbers, out.numpy())
 
 
 def _ends(layout: Layout) -> Array:
@@ -184,19 +195,31 @@ def _ends(layout: Layout) -> Array:
 
 def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor]:
     """As `reference.pack`."""
-    index, code = wire_words.unpack(words[: int(counts.sum())], counts, chunk)
-    return compact_cpu.pack(index, code, blocks)
+    n_sent = int(counts.sum())
+    index, code = np.empty(n_sent, np.int64), np.empty(n_sent, np.int32)
+    compiled_decode.split_words(words.numpy(), counts.numpy(), chunk, index, code)
+    return compact_cpu.pack(torch.from_numpy(index), torch.from_numpy(code), blocks)
 
 
 def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.unpack`."""
-    return unpack_each(compact_cpu.unpack, orders, bodies, sound, blocks, chunk)
+    """As `reference.unpack`. No torch operation on long tensors: OpenMP's threads would wait for a busy backward."""
+    n_chunks = max(1, -(-blocks.layout.numel // chunk))
+    words, counts = np.empty((len(bodies), sum(blocks.capacity)), np.int32), np.zeros((len(bodies), n_chunks), np.int32)
+    broken = np.zeros(len(bodies), np.bool_)
+    for rank in np.flatnonzero(sound.numpy()):
+        try:
+            index, code = compact_cpu.unpack(orders[rank], bodies[rank], blocks)
+        except MessageError:
+            broken[rank] = True
+            continue
+        compiled_decode.join_words(index.numpy(), code.numpy(), chunk, words[rank], counts[rank])
+    return torch.from_numpy(words), torch.from_numpy(counts), torch.from_numpy(broken)
 
 
 def checksum(messages: Tensor) -> Tensor:
     """As `reference.checksum`."""
     if messages.dim() > 1:
         return torch.stack([checksum(message) for message in messages])
-    parts = shared(halves(len(messages), torch.get_num_threads()), compiled.checksum, messages.numpy())
+    parts = shared(halves(len(messages), torch.get_num_threads()), compiled_decode.checksum, messages.numpy())
     total = sum(int(part) for part in parts) % (1 << 64)
     return torch.from_numpy(np.array([total], dtype=np.uint64).view(np.int32))

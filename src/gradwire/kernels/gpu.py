@@ -28,11 +28,12 @@ class Shape:
     lanes: int = 32
     warps: int = 8  # of the pass over all elements
     few_warps: int = 4  # of those over the candidates
+    most_registers: int | None = None
 
 
 ENCODE = Shape()
 ADD = Shape(size=8192, group=1, lanes=128, warps=8)
-CHECKED, SEARCHED, SUMMED = 1024, 64, 4096  # words, tiles, words that one program looks at
+CHECKED, SEARCHED, SUMMED = 2048, 128, 4096  # words, tiles of all ranks, words that one program looks at
 MOST_FOUND = (1 << 31) - (1 << 20)  # positions in the scratch are int32
 SCAN = 1024  # groups that the one program of `scan` looks at together
 CLEARING, CLEARED = 264, 1024  # programs and words at a time of `clear`
@@ -66,7 +67,8 @@ def encode(
     sizes = {"size": shape.size, "group": shape.group}
     few = {"num_warps": shape.few_warps, "enable_fp_fusion": False}
     encoding.stream_kernel[(tiles.n_tiles,)](
-        grad, moment, state, cut, test, found, sums, plan, **sizes, num_warps=shape.warps, enable_fp_fusion=False
+        grad, moment, *records, all_live=active is None, **sizes, num_warps=shape.warps, enable_fp_fusion=False,
+        maxnreg=shape.most_registers,
     )
     encoding.classify_kernel[(tiles.n_groups,)](*records, **sizes, lanes=shape.lanes, **few)
     emitting.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, enable_fp_fusion=False)
@@ -162,7 +164,7 @@ def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule
         n_slots, hybrid = len(layout), rule.tau is not None
         inputs = (words, words.stride(0), counts.contiguous(), exponents.contiguous(), tiles.end, found)
         numbers = (counts.shape[1], chunk, layout.numel, n_slots, n_slots.bit_length())
-        decoding.check_kernel[grid](*inputs, *numbers, hybrid=hybrid, width=CHECKED)
+        decoding.check_kernel[grid](*inputs, *numbers, hybrid=hybrid, width=CHECKED, num_warps=8)
     return found.view(torch.bool)
 
 
@@ -181,16 +183,18 @@ def add(
     if not tiles.n_tiles:
         return
     n_ranks, counts, exponents = len(words), counts.contiguous(), exponents.contiguous()
-    starts = torch.empty(n_ranks, tiles.n_tiles + 1, dtype=torch.int32, device=out.device)
-    numbers = (tiles.n_tiles, counts.shape[1], chunk, words.shape[1].bit_length())
-    decoding.starts_kernel[(tiles.n_tiles // SEARCHED + 1, n_ranks)](
+    starts = torch.empty(tiles.n_tiles + 1, n_ranks, dtype=torch.int32, device=out.device)
+    numbers = (n_ranks, tiles.n_tiles, counts.shape[1], chunk, words.shape[1].bit_length())
+    ranks = 1 << (n_ranks - 1).bit_length()
+    width = max(1, SEARCHED // ranks)
+    decoding.starts_kernel[(tiles.n_tiles // width + 1,)](
         words, words.stride(0), counts, tiles.base, tiles.low, tiles.origin, starts, *numbers,
-        group=shape.group, width=SEARCHED, num_warps=2,
+        group=shape.group, width=width, ranks=ranks, num_warps=4,
     )  # fmt: skip
     geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin)
-    numbers = (float(np.float32(rule.tau or 0)), 1 / n_ranks, n_ranks, tiles.n_tiles, tiles.n_slots)
+    values = (float(np.float32(rule.tau or 0)), 1 / n_ranks, n_ranks, tiles.n_slots)
     decoding.add_kernel[(tiles.n_tiles,)](
-        words, words.stride(0), starts, exponents, *geometry, out, *numbers, hybrid=rule.tau is not None,
+        words, words.stride(0), starts, exponents, *geometry, out, *values, hybrid=rule.tau is not None,
         size=shape.size, group=shape.group, lanes=shape.lanes, num_warps=shape.warps, enable_fp_fusion=False,
     )  # fmt: skip
 

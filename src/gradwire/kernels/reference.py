@@ -5,7 +5,7 @@ Every operation is rounded to float32 by itself and none is fused, so that every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -204,25 +204,13 @@ def unpack(
 
     Only messages that are `sound` [W] are looked into.
     """
-    return unpack_each(compact.unpack, orders, bodies, sound, blocks, chunk)
-
-
-def unpack_each(
-    unpack_one: Callable[[Tensor, Tensor, compact.Blocks], tuple[Tensor, Tensor]],
-    orders: Tensor,
-    bodies: Tensor,
-    sound: Tensor,
-    blocks: compact.Blocks,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`unpack` by a function that takes one message and raises when it is broken."""
     n_chunks, device = max(1, -(-blocks.layout.numel // chunk)), bodies.device
     words = torch.zeros(len(bodies), sum(blocks.capacity), dtype=torch.int32, device=device)
     counts = torch.zeros(len(bodies), n_chunks, dtype=torch.int32, device=device)
     broken = torch.zeros(len(bodies), dtype=torch.bool, device=device)
     for rank in sound.nonzero().flatten().tolist():
         try:
-            index, code = unpack_one(orders[rank], bodies[rank], blocks)
+            index, code = compact.unpack(orders[rank], bodies[rank], blocks)
         except MessageError:
             broken[rank] = True
             continue

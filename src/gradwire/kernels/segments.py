@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from gradwire.layout import Layout
+from gradwire.threads import SMALL, shared
 
 Array = np.ndarray[Any, Any]
-SMALL = 1 << 15  # elements below which a second thread costs more than it does
 
 
 class Segments:
     """Cut at the tensors, at the chunks of 2^28 places, and into as many parts as there are threads."""
 
     def __init__(self, layout: Layout, n_parts: int, chunk: int) -> None:
+        self.spare: list[tuple[Array, ...]] = []  # arrays as long as the bucket, to be used again
         self.n_parts, self.n_slots, self.n_chunks = n_parts, len(layout), max(1, -(-layout.numel // chunk))
         step = max(1, -(-layout.numel // n_parts))
         cuts: list[tuple[int, int, int, int, int]] = []  # begin, end, slot, part, chunk
@@ -55,23 +55,3 @@ class Segments:
 @functools.lru_cache(maxsize=256)
 def segments_of(layout: Layout, n_threads: int, chunk: int) -> Segments:
     return Segments(layout, max(1, min(n_threads, layout.numel // SMALL)), chunk)
-
-
-@functools.cache
-def pool() -> ThreadPoolExecutor:
-    """Threads of our own, made when first needed: those of OpenMP are busy with the backward."""
-    return ThreadPoolExecutor(thread_name_prefix="gradwire-kernel")
-
-
-def shared(ranges: Sequence[tuple[Any, ...]], function: Callable[..., Any], *args: object) -> list[Any]:
-    """[function(*range, *args) for every range], in threads; the first runs here."""
-    rest = [pool().submit(function, *one, *args) for one in ranges[1:]]
-    done = [function(*one, *args) for one in ranges[:1]]
-    return done + [future.result() for future in rest]
-
-
-def halves(size: int, n_threads: int) -> list[tuple[int, int]]:
-    """(begin, end) of equal parts of `size` elements, one for each thread that is worth it."""
-    n_parts = max(1, min(n_threads, size // SMALL))
-    step = -(-size // n_parts)
-    return [(part * step, min(size, (part + 1) * step)) for part in range(n_parts)]

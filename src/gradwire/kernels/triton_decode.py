@@ -65,39 +65,44 @@ def check_kernel(
             tl.store(found + rank * 2, 1)
         if not hybrid:
             index = tl.minimum(tl.maximum(index, 0), tl.maximum(numel - 1, 0))
-            slot = tl.minimum(slots_of(index, ends, n_slots, steps), n_slots - 1)
-            exponent = tl.load(exponents + rank * n_slots + slot, mask=have, other=0)
+            edge = tl.where(tl.arange(0, 2) == 0, tl.min(tl.where(have, index, numel)), tl.max(tl.where(have, index, 0)))
+            edges = tl.minimum(slots_of(edge, ends, n_slots, steps), n_slots - 1)
+            if tl.min(edges) == tl.max(edges):  # nearly always: a search for every word would take six times as long
+                exponent = tl.load(exponents + rank * n_slots + tl.min(edges)) + tl.zeros((width,), tl.int32)
+            else:
+                slot = tl.minimum(slots_of(index, ends, n_slots, steps), n_slots - 1)
+                exponent = tl.load(exponents + rank * n_slots + slot, mask=have, other=0)
             small = exponent - ((word >> 28) & 7) < -126
             if tl.max((have & small).to(tl.int32)) != 0:
                 tl.store(found + rank * 2 + 1, 1)
 
 
-@triton.jit(do_not_specialize=["n_tiles", "n_chunks", "chunk", "steps"])
+@triton.jit(do_not_specialize=["n_ranks", "n_tiles", "n_chunks", "chunk", "steps"])
 def starts_kernel(
-    words, stride, counts, base, low, origin, starts, n_tiles, n_chunks, chunk, steps,
-    group: tl.constexpr, width: tl.constexpr,
+    words, stride, counts, base, low, origin, starts, n_ranks, n_tiles, n_chunks, chunk, steps,
+    group: tl.constexpr, width: tl.constexpr, ranks: tl.constexpr,
 ):  # fmt: skip
-    """Program (some tiles, rank): binary search, all tiles side by side. starts int32 [W, tiles + 1]."""
-    rank = tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(0) * width + tl.arange(0, width)
+    """Program: some tiles of all ranks, binary searches side by side. starts int32 [tiles + 1, W]."""
+    tile, rank = tl.program_id(0) * width + tl.arange(0, width)[:, None], tl.arange(0, ranks)[None, :]
     ours = tile < n_tiles
     its_origin = tl.load(origin + tile // group, mask=ours, other=0)
-    place = tl.load(base + tile, mask=ours, other=0) + tl.load(low + tile, mask=ours, other=0) - its_origin
-    its_chunk = its_origin // chunk
-    begin, end = tl.zeros((width,), tl.int32), tl.zeros((width,), tl.int32)
-    stop = 0
+    place = (tl.load(base + tile, mask=ours, other=0) + tl.load(low + tile, mask=ours, other=0) - its_origin).to(tl.int32)
+    its_chunk = (its_origin // chunk).to(tl.int32)
+    begin, end = tl.zeros((width, ranks), tl.int32), tl.zeros((width, ranks), tl.int32)
+    stop = tl.zeros((1, ranks), tl.int32)
     for number in tl.range(0, n_chunks):
         begin = tl.where(its_chunk == number, stop, begin)
-        stop += tl.load(counts + rank * n_chunks + number)
+        stop += tl.load(counts + rank * n_chunks + number, mask=rank < n_ranks, other=0)
         end = tl.where(its_chunk == number, stop, end)
     begin, end = tl.where(ours, begin, stop), tl.where(ours, end, stop)
+    message = words + rank.to(tl.int64) * stride
     for _ in tl.range(0, steps):
         middle = begin + (end - begin) // 2
-        open_ = begin < end
-        word = tl.load(words + rank * stride + middle, mask=open_, other=0) & PLACE
-        after = open_ & (word < place)
+        is_open = begin < end
+        word = tl.load(message + middle, mask=is_open, other=0) & PLACE
+        after = is_open & (word < place)
         begin, end = tl.where(after, middle + 1, begin), tl.where(after, end, middle)
-    tl.store(starts + rank * (n_tiles + 1) + tile, begin, mask=tile <= n_tiles)
+    tl.store(starts + tile * n_ranks + rank, begin, mask=(tile <= n_tiles) & (rank < n_ranks))
 
 
 @triton.jit
@@ -113,35 +118,42 @@ def add_words(word, have, exponent, tau, share, origin, out, hybrid: tl.constexp
     tl.store(at, old + tl.where(word < 0, -value, value), mask=have)
 
 
-@triton.jit(do_not_specialize=["n_ranks", "n_tiles", "n_slots"])
+@triton.jit
+def words_of(words, stride, bounds, rank, n_ranks, lanes: tl.constexpr):
+    """Where one rank's words for a tile begin and end, and the first of them; nothing if there is no such rank."""
+    begin = tl.load(bounds + rank, mask=rank < n_ranks, other=0)
+    end = tl.load(bounds + n_ranks + rank, mask=rank < n_ranks, other=0)
+    at = begin + tl.arange(0, lanes)
+    return begin, end, tl.load(words + rank * stride + at, mask=at < end, other=0)
+
+
+@triton.jit(do_not_specialize=["n_ranks", "n_slots"])
 def add_kernel(
-    words, stride, starts, exponents, base, low, high, slot, origin, out, tau, share, n_ranks, n_tiles, n_slots,
+    words, stride: tl.int64, starts, exponents, base, low, high, slot, origin, out, tau, share, n_ranks, n_slots,
     hybrid: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """One program a tile: zeros, then rank after rank. The tile stays in the cache and goes to memory once.
 
-    The next rank's words are on their way while one rank's are added.
+    The words of the next two ranks are on their way while one rank's are added.
     """
     tile, lane = tl.program_id(0), tl.arange(0, lanes)
     its_base = tl.multiple_of(tl.load(base + tile), 32)
     its_low, its_high = tl.load(low + tile), tl.load(high + tile)
     its_slot = tl.load(slot + tile // group)
     its_origin = (its_base - tl.load(origin + tile // group)).to(tl.int32)
-    message, bounds = words, starts + tile  # of this rank
-    begin, end = tl.load(bounds), tl.load(bounds + 1)
-    word = tl.load(message + begin + lane, mask=begin + lane < end, other=0)
+    bounds = starts + tile * n_ranks
+    begin, end, word = words_of(words, stride, bounds, 0, n_ranks, lanes)
+    next_begin, next_end, next_word = words_of(words, stride, bounds, 1, n_ranks, lanes)
     place = tl.arange(0, size)
     if its_high - its_low == size:
         tl.store(out + its_base + place, tl.zeros((size,), tl.float32))
     else:
         tl.store(out + its_base + place, tl.zeros((size,), tl.float32), mask=(place >= its_low) & (place < its_high))
+    message = words  # of this rank
     for rank in tl.range(0, n_ranks):
-        tl.debug_barrier()  # the sums of one rank are in place before the next one reads them
-        bounds += n_tiles + 1
-        next_begin = tl.load(bounds, mask=rank + 1 < n_ranks, other=0)
-        next_end = tl.load(bounds + 1, mask=rank + 1 < n_ranks, other=0)
-        next_word = tl.load(message + stride + next_begin + lane, mask=next_begin + lane < next_end, other=0)
+        later_begin, later_end, later_word = words_of(words, stride, bounds, rank + 2, n_ranks, lanes)
         exponent = tl.load(exponents + rank * n_slots + its_slot)
+        tl.debug_barrier()  # the sums of one rank are in place before the next one reads them
         add_words(word, begin + lane < end, exponent, tau, share, its_origin, out + its_base, hybrid)
         for at in tl.range(begin + lanes, end, lanes):
             have = at + lane < end
@@ -149,3 +161,4 @@ def add_kernel(
             add_words(other, have, exponent, tau, share, its_origin, out + its_base, hybrid)
         message += stride
         word, begin, end = next_word, next_begin, next_end
+        next_word, next_begin, next_end = later_word, later_begin, later_end

@@ -216,6 +216,11 @@ def emit_spilled(
 
 
 @triton.jit
+def candidates(found, source, have):
+    return tl.load(found.place + source, mask=have, other=0), tl.load(found.residual + source, mask=have, other=0.0)
+
+
+@triton.jit
 def emit_kernel(
     state, cut, test, quantum, found, sums, plan, words,
     feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
@@ -240,12 +245,12 @@ def emit_kernel(
         begin = tl.load(plan.begin + number) + tl.cumsum(n_sent) - n_sent
         kept = tl.where(position != SPILLED, count, 0)
         carry = tl.zeros((group,), tl.int32)
-        for start in tl.range(0, tl.max(kept), lanes):
-            lane = start + tl.arange(0, lanes)[None, :]
-            have = lane < kept[:, None]
-            source = position[:, None] + lane
-            place = tl.load(found.place + source, mask=have, other=0)
-            r = tl.load(found.residual + source, mask=have, other=0.0)
+        lane = tl.arange(0, lanes)[None, :]
+        next_place, next_residual = candidates(found, position[:, None] + lane, lane < kept[:, None])
+        for _done in tl.range(0, tl.max(kept), lanes):
+            place, r, have, source = next_place, next_residual, lane < kept[:, None], position[:, None] + lane
+            lane += lanes
+            next_place, next_residual = candidates(found, source + lanes, lane < kept[:, None])
             bits = r.to(tl.int32, bitcast=True)
             classes = tl.where(have, class_of(bits, top, quantum), DROPPED)
             step = steps_of(classes, last)

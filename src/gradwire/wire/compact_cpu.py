@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.kernels.segments import SMALL, shared
+from gradwire.threads import SMALL, shared
 from gradwire.wire import compact_cpu_pack as packing
 from gradwire.wire import compact_cpu_unpack as unpacking
 from gradwire.wire.compact import UNSENDABLE, check_lengths, refusal

@@ -169,14 +169,35 @@ def _write_block(
     """Count and four planes through one accumulator: `fill` bits of it are not yet written."""
     at, accumulator, fill = 0, len(places) - 1, count_bits
     if low_bits:
-        before, mask = begin - 1, (1 << low_bits) - 1
-        for i in range(len(places)):
-            accumulator |= (places[i] - before - 1 & mask) << fill
-            before = places[i]
-            fill += low_bits
-            if fill >= 32:
-                payload[at] = accumulator
-                at, accumulator, fill = at + 1, accumulator >> 32, fill - 32
+        at, accumulator, fill = _put_low(payload, places, begin, low_bits, at, accumulator, fill)
+    at, accumulator, fill = _put_codes(payload, codes, becomes, code_bits, at, accumulator, fill)
+    at, accumulator, fill = _put_unary(payload, places, begin, low_bits, at, accumulator, fill)
+    at, accumulator, fill = _put_extra(payload, codes, becomes, at, accumulator, fill)
+    if fill:
+        payload[at] = accumulator
+        if fill > 32:
+            payload[at + 1] = accumulator >> 32
+
+
+@compiled
+def _put_low(
+    payload: Array, places: Array, begin: int, low_bits: int, at: int, accumulator: int, fill: int
+) -> tuple[int, int, int]:
+    before, mask = begin - 1, (1 << low_bits) - 1
+    for i in range(len(places)):
+        accumulator |= (places[i] - before - 1 & mask) << fill
+        before = places[i]
+        fill += low_bits
+        if fill >= 32:
+            payload[at] = accumulator
+            at, accumulator, fill = at + 1, accumulator >> 32, fill - 32
+    return at, accumulator, fill
+
+
+@compiled
+def _put_codes(
+    payload: Array, codes: Array, becomes: Array, code_bits: int, at: int, accumulator: int, fill: int
+) -> tuple[int, int, int]:
     mask = (1 << code_bits) - 1
     for i in range(len(codes)):
         accumulator |= (becomes[codes[i]] & mask) << fill
@@ -184,6 +205,14 @@ def _write_block(
         if fill >= 32:
             payload[at] = accumulator
             at, accumulator, fill = at + 1, accumulator >> 32, fill - 32
+    return at, accumulator, fill
+
+
+@compiled
+def _put_unary(
+    payload: Array, places: Array, begin: int, low_bits: int, at: int, accumulator: int, fill: int
+) -> tuple[int, int, int]:
+    """Leaves up to 32 bits in the accumulator."""
     before = begin - 1
     for i in range(len(places)):
         fill += places[i] - before - 1 >> low_bits
@@ -193,6 +222,14 @@ def _write_block(
             at, accumulator, fill = at + 1, 0, fill - 32
         accumulator |= 1 << fill
         fill += 1
+    return at, accumulator, fill
+
+
+@compiled
+def _put_extra(
+    payload: Array, codes: Array, becomes: Array, at: int, accumulator: int, fill: int
+) -> tuple[int, int, int]:
+    """Takes up to 32 bits in the accumulator and leaves up to 33."""
     for i in range(len(codes)):
         if fill >= 32:
             payload[at] = accumulator
@@ -200,7 +237,4 @@ def _write_block(
         become = becomes[codes[i]]
         accumulator |= (become >> 3 & 3) << fill
         fill += become >> 5
-    if fill:
-        payload[at] = accumulator
-        if fill > 32:
-            payload[at + 1] = accumulator >> 32
+    return at, accumulator, fill

@@ -1,7 +1,7 @@
-"""Steps 2 to 4 and 6 as machine code for the CPU: loops that Numba compiles, each over one part of a bucket.
+"""Steps 2 to 4 as machine code for the CPU: loops that Numba compiles, each over one part of a bucket.
 
-A bucket is cut into segments, runs of elements of one tensor. Every function takes a range of segments or of ranks, so
-that threads share them; all of them release the GIL. No fast-math anywhere: every operation is rounded by itself.
+A bucket is cut into segments, runs of elements of one tensor. Every function takes a range of segments, so that
+threads share them; all of them release the GIL. No fast-math anywhere: every operation is rounded by itself.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def classify(
 ) -> None:
     """Sign << 3 | size class of the candidates, and a histogram of the classes by segment.
 
-    The class is d, or with tau 7 less the binades above it. tops: biased exponent by tensor. tau_binade: biased exponent
-    of tau, or -1 where there is none.
+    The class is d, or with tau 7 less the binades above it. tops: biased exponents by tensor. tau_binade: that of tau,
+    or -1 where there is none.
     """
     bits = old_residual.view(np.int32)
     for segment in range(first, last):
@@ -269,87 +269,3 @@ def put_back(
             if codes[i] != DROPPED:
                 place = begins[segment] + places[i]
                 residual[place], variance[place] = old_residual[i], old_variance[i]
-
-
-@compiled
-def check(
-    rank: int, words: Array, counts: Array, ends: Array, exponents: Array, hybrid: bool, chunk: int, found: Array
-) -> None:
-    """found[rank] = (places outside or out of order, exponents too small); ends: of the tensors, ascending."""
-    at, slot, numel = 0, 0, ends[-1] if len(ends) else 0
-    for c in range(counts.shape[1]):
-        previous = -1
-        for _ in range(counts[rank, c]):
-            place, code = words[rank, at] & 0x0FFFFFFF, words[rank, at] >> 28
-            at += 1
-            index = c * chunk + place
-            if place <= previous or place >= chunk or index >= numel:
-                found[rank, 0] = True
-                return
-            previous = place
-            while index >= ends[slot]:
-                slot += 1
-            if not hybrid and exponents[rank, slot] - (code & 7) < -126:
-                found[rank, 1] = True
-
-
-@compiled
-def first_at_least(words: Array, rank: int, begin: int, end: int, place: int) -> int:
-    """The first of words[rank, begin:end] whose place is not below `place`."""
-    while begin < end:
-        middle = (begin + end) // 2
-        if (words[rank, middle] & 0x0FFFFFFF) < place:
-            begin = middle + 1
-        else:
-            end = middle
-    return begin
-
-
-@compiled
-def add(
-    begin: int,
-    end: int,
-    words: Array,
-    counts: Array,
-    ends: Array,
-    exponents: Array,
-    tau: np.float32,
-    share: np.float32,
-    chunk: int,
-    out: Array,
-) -> None:
-    """out[begin:end] = the mean over the ranks, in rank order; share: 1 / W."""
-    out[begin:end] = ZERO
-    one = np.empty(1, np.float32)
-    bits = one.view(np.int32)
-    for rank in range(words.shape[0]):
-        offset = 0
-        for c in range(counts.shape[1]):
-            stop = offset + counts[rank, c]
-            base = c * chunk
-            low, high = max(begin - base, 0), min(end - base, chunk)
-            if low < high:
-                at = first_at_least(words, rank, offset, stop, low)
-                slot = np.searchsorted(ends, base + low, side="right")
-                while at < stop and (words[rank, at] & 0x0FFFFFFF) < high:
-                    index = base + (words[rank, at] & 0x0FFFFFFF)
-                    code = words[rank, at] >> 28
-                    at += 1
-                    while index >= ends[slot]:
-                        slot += 1
-                    if tau > ZERO:
-                        one[0] = tau
-                    else:
-                        bits[0] = (exponents[rank, slot] - (code & 7) + 127) << 23
-                    value = one[0] * share
-                    out[index] += -value if code & 8 else value
-            offset = stop
-
-
-@compiled
-def checksum(begin: int, end: int, words: Array) -> np.uint64:
-    """sum_i w_i (2 i + 1) of words[begin:end], modulo 2^64."""
-    total = np.uint64(0)
-    for i in range(begin, end):
-        total += np.uint64(np.int64(words[i])) * np.uint64(2 * i + 1)
-    return total
