@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -19,6 +19,10 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Measures the demo again (docs/results/demo.csv) and writes its table into the README.
+docs-demo: $(VENV)/.demo
+	$(BIN)/python docs/remake.py
 
 # One stamp for each set of extras, so that the demo does not wait for the test tools.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

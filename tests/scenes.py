@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,3 +84,17 @@ def run(compressor: Any, n_steps: int = 12, attach: dict[str, Any] | None = None
 
 def state_of(wire: gradwire.Wire, field: str) -> dict[str, Tensor]:
     return {name: fields[field] for name, fields in wire.state_dict()["parameters"].items()}
+
+
+def held(wire: gradwire.Wire) -> float:
+    """How much is held back, all parameters together."""
+    return float(sum(residual.abs().sum() for residual in state_of(wire, "residual").values()))
+
+
+def train_and_save(directory: Path, n_steps: int) -> dict[str, Any]:
+    """Trains `net` and saves its wire by all ranks; returns this rank's state."""
+    model = ddp(net())
+    wire = gradwire.attach(model, gradwire.VGC(alpha=2.0))
+    list(train(model, range(n_steps), sgd(model)))
+    gradwire.save(wire, directory)
+    return wire.state_dict()

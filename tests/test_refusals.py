@@ -152,7 +152,7 @@ def test_the_remedies_keep_the_foreign_gradient_out(spawn):
             assert prints == expected, remedy
 
 
-def corrupt(rank_hit):
+def corrupt(rank_hit, sender):
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, VGC(alpha=1.0))
     optimizer = scenes.sgd(model)
@@ -165,7 +165,7 @@ def corrupt(rank_hit):
         received = gather(message)
         calls.append(1)
         if dist.get_rank() == rank_hit and len(calls) == 5:
-            received[1, -1] ^= 4
+            received[sender, -1] ^= 4
         return received
 
     courier.gather = spoiled
@@ -186,14 +186,16 @@ def corrupt(rank_hit):
     return message, again, all(exact), prints == scenes.digest(model.parameters())
 
 
-@pytest.mark.parametrize("n_workers", [2, 3])
+@pytest.mark.parametrize("n_workers", [1, 2, 3])
 def test_a_corrupt_message_raises_and_takes_the_step_back(n_workers):
+    """A worker alone gathers and decodes its own message as well."""
+    sender = min(1, n_workers - 1)
     workers = Workers(n_workers, timeout=8)
     try:
-        (message, again, exact, unchanged), *_ = workers.run(corrupt, 0)
+        (message, again, exact, unchanged), *_ = workers.run(corrupt, 0, sender)
     finally:
         workers.close()
-    assert "rank 1 is corrupt" in message
+    assert f"rank {sender} is corrupt" in message
     assert again != "no error"
     assert exact  # every element holds what it held, or that and its gradient: nothing was sent and lost
     assert unchanged

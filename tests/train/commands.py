@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 TIMEOUT_S = 90
@@ -20,3 +21,8 @@ def run_command(*arguments: str, **environment: str) -> "subprocess.CompletedPro
     command = [sys.executable, "-m", "gradwire", *arguments]
     settings = clean_environment(**environment)
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=settings)
+
+
+def children(pid: int) -> list[int]:
+    """The processes a process has started: a launcher's workers."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

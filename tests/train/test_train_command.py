@@ -123,8 +123,9 @@ def test_vgc_reaches_the_accuracy_of_dense_on_digits() -> None:
     assert less > 4  # and it sent much less
 
 
-def test_demo_prints_one_table() -> None:
-    result = run_command("demo", "--epochs", "1", "--workers", "2")
+def test_demo_prints_one_table_and_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "demo.csv"
+    result = run_command("demo", "--epochs", "1", "--workers", "2", "--csv", str(path))
     assert result.returncode == 0, result.stderr
     heading = next(line for line in result.stdout.splitlines() if "method" in line)
     assert all(name in heading for name in ("test accuracy", "MB sent", "times less", "ratio", "ms/step"))
@@ -134,3 +135,16 @@ def test_demo_prints_one_table() -> None:
     assert "14.96" in dense, "44 steps of 85,002 float32"
     assert "7.48" in bf16
     assert "2.0 x" in bf16
+    with path.open(newline="") as file:
+        rows = {row["method"]: row for row in csv.DictReader(file)}
+    assert list(rows) == ["Dense (float32)", "BF16", "VGC alpha=1", "VGC alpha=1.5"]
+    assert rows["BF16"]["bytes_sent"] == str(44 * 2 * 85_002)
+    assert {(row["workers"], row["epochs"], row["seed"]) for row in rows.values()} == {("2", "1", "0")}
+    assert rows["BF16"]["command"] == f"gradwire demo --epochs 1 --workers 2 --csv {path}"
+
+
+def test_a_csv_that_cannot_be_written_is_refused_before_the_training(tmp_path: Path) -> None:
+    for path, message in ((tmp_path, "is a folder"), (tmp_path / "no" / "demo.csv", "make it first")):
+        result = run_command("demo", "--csv", str(path))
+        assert result.returncode == 2
+        assert message in result.stderr

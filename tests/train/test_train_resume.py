@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import TIMEOUT_S, clean_environment, run_command
+from commands import TIMEOUT_S, children, clean_environment, run_command
 
 from gradwire.train.run_directory import is_locked
 
@@ -35,10 +35,6 @@ def load_training(out: Path) -> dict[str, Any]:
     assert folder is not None
     content: dict[str, Any] = torch.load(folder / "training.pt", weights_only=True)
     return content
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def run_and_kill(arguments: list[str], out: Path, launcher_only: bool = False) -> None:

@@ -14,8 +14,8 @@ BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 
 
 @contextmanager
-def readable_errors() -> Iterator[None]:
-    """Bad input: the message, exit 2. A failed worker: its error, exit 1. Ctrl-C: exit 130."""
+def readable_errors(after_interrupt: str = "") -> Iterator[None]:
+    """Bad input: the message, exit 2. A failed worker: its error, exit 1. Ctrl-C: what to do then, exit 130."""
     try:
         yield
     except InputError as error:
@@ -25,5 +25,5 @@ def readable_errors() -> Iterator[None]:
         typer.echo(f"gradwire: {error}", err=True)
         raise typer.Exit(FAILED) from None
     except KeyboardInterrupt:
-        typer.echo("gradwire: interrupted. The same command with --resume goes on from the last checkpoint", err=True)
+        typer.echo(f"gradwire: interrupted. {after_interrupt}".rstrip(), err=True)
         raise typer.Exit(INTERRUPTED) from None

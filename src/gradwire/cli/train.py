@@ -58,7 +58,7 @@ def train(
     if inside_torchrun():
         worker.run_reporting_errors(lambda: worker.train(check(among_torchrun(settings, workers))))
         return
-    with readable_errors():
+    with readable_errors(after_interrupt="The same command with --resume goes on from the last checkpoint"):
         start(check(settings))
 
 

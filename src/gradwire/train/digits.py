@@ -72,7 +72,7 @@ def open_digits(data: Path | None) -> Task:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise InputError("task digits needs scikit-learn, which is missing: pip install gradwire[demo]") from error
+        raise InputError("task digits needs scikit-learn, which is missing: pip install scikit-learn") from error
     images, labels = load_digits(return_X_y=True)
     train, test = split(labels)
     inputs, targets = torch.from_numpy(images).float(), torch.from_numpy(labels).long()

@@ -5,13 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from rich.console import Console
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 TRACEBACK_LINES = 12
+
+# `python -m gradwire` for a worker that Ctrl-C ends silently, also in the seconds in which it imports torch. Ctrl-C
+# reaches every process of the terminal; Python would show a traceback for each, the launcher says it once.
+BEGIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "import runpy; runpy.run_module('gradwire', run_name='__main__', alter_sys=True)"
+)
 
 
 class WorkerError(Exception):
@@ -26,13 +37,28 @@ def launch(workers: int, arguments: list[str]) -> None:
     for name in list(logging.Logger.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    options = ["--standalone", "--nproc-per-node", str(workers), "-m", "gradwire", *arguments]
+    options = ["--standalone", "--nproc-per-node", str(workers), "--no-python", sys.executable, "-u", "-c", BEGIN]
     try:
-        torchrun.run(torchrun.parse_args(options))  # type: ignore[no-untyped-call]
+        with tidy_terminal():
+            torchrun.run(torchrun.parse_args([*options, *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         raise WorkerError(explain(error.failures)) from None
     except SignalException as error:
         raise KeyboardInterrupt if error.sigval == signal.SIGINT else SystemExit(128 + error.sigval) from None
+
+
+@contextmanager
+def tidy_terminal() -> Iterator[None]:
+    """A worker that is ended inside its progress bar leaves a line without an end and no cursor."""
+    console = Console()
+    try:
+        yield
+    except BaseException:
+        if console.is_terminal:
+            console.print()
+        raise
+    finally:
+        console.show_cursor()
 
 
 def explain(failures: dict[int, ProcessFailure]) -> str:

@@ -1,0 +1,50 @@
+"""Figures in the README are those of the committed results, which `make docs-demo` remakes."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gradwire.train.demo import METHODS
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def remake() -> ModuleType:
+    """docs/remake.py, which is a program and in no package."""
+    spec = importlib.util.spec_from_file_location("remake", ROOT / "docs" / "remake.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_readme_shows_what_the_csv_holds(remake):
+    _, block, _ = remake.split((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert block == remake.render(remake.read_records()), "make docs-demo, or .venv/bin/python docs/remake.py --render"
+
+
+def test_the_csv_is_of_the_whole_demo_and_says_where_it_comes_from(remake):
+    records = remake.read_records()
+    assert [record["method"] for record in records] == list(METHODS)
+    for record in records:
+        assert record["command"] == "gradwire demo --csv docs/results/demo.csv"
+        assert all(record[name] for name in ("commit", "gradwire", "torch", "python"))
+        assert record["hardware"].endswith(" cores")
+        assert "/" not in record["hardware"], "no folder or device of a machine"
+
+
+def test_what_the_readme_says_of_the_accuracies_is_so(remake):
+    """It calls them equal: they are at most two test images of 360 apart."""
+    accuracies = [float(record["accuracy"]) for record in remake.read_records()]
+    assert max(accuracies) - min(accuracies) < 2.5 / 360
+
+
+def test_a_readme_without_the_markers_is_not_written_over(remake):
+    with pytest.raises(SystemExit, match="does not have the lines"):
+        remake.split("<!-- demo:begin -->\n")
