@@ -3,24 +3,29 @@
     c_b[o, c, kh, kw] = sum over positions of g[b, o, oh, ow] x[b, c, oh*stride + kh*dilation - padding, ...]
     dW = sum_b c_b        moment = sum_b c_b^2        both [O, C/groups, KH, KW]
 
-Three ways: depthwise.py for one channel a group; convolution_hopper.py for multiples of 64 channels on Hopper; the kernel
-of convolution_kernels.py (launched by tiled.py) for everything else.
+Three ways: depthwise.py for one channel a group; convolution_hopper.py for multiples of 64 channels on Hopper; the
+kernel of convolution_kernels.py (launched by tiled.py) for everything else.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable, Hashable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradwire.moments.fused import depthwise, tiled
 from gradwire.moments.fused.arranging import arranged
-from gradwire.moments.fused.convolution_plans import Geometry
+from gradwire.moments.fused.convolution_join import Shares, join_into, source_of
+from gradwire.moments.fused.convolution_plans import Geometry, boxes_for
 
 HALVES = (torch.bfloat16, torch.float16)
-MOST_POSITIONS = 1 << 24  # where positions * out_width < 2**32 still holds, and 32-bit offsets within a sample
+MOST_WAYS = 4096  # shapes remembered
+Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]
+_ways: dict[Hashable, Way] = {}
 
 
 def geometry_of(
@@ -70,8 +75,9 @@ def refusal(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int) -
         return f"expected one dtype of bfloat16, float16, float32, got {gradient.dtype} and {x.dtype}"
     if gradient.device != x.device or (x.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1"):
         return f"expected one CUDA device, got {gradient.device} and {x.device}"
-    if max(x[0].numel(), gradient[0].numel()) >= 1 << 31 or gradient.shape[2] * gradient.shape[3] > MOST_POSITIONS:
-        return f"expected fewer than 2**31 elements and {MOST_POSITIONS} positions a sample, got {list(gradient.shape)}"
+    numbers = [one.shape[1] * one.shape[2] * one.shape[3] for one in (gradient, x)]
+    if max(*numbers, gradient.shape[2] * gradient.shape[3] ** 2) >= 2**31:
+        return f"expected 32-bit offsets within a sample, got {list(gradient.shape)}, {list(x.shape)}"
     return None
 
 
@@ -81,15 +87,15 @@ def supported(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int)
 
 
 def worth_it(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int) -> bool:
-    """Whether it was measured to pay: one group or depthwise, matrix units for the dtype.
+    """Whether it was measured to pay: one group, or depthwise of up to 3 x 3; matrix units for the dtype.
 
-    Groups of several channels were not measured; float32 without tf32 has no matrix units.
+    H200, against cuDNN's gradient alone: depthwise 3 x 3 1.3 times, 5 x 5 2.1 times, which other ways beat. Groups of
+    several channels were not measured; float32 without tf32 has no matrix units.
     """
     if not supported(gradient, x, weight_shape, groups) or chip(x.device)[0] < 8:
         return False
-    taps = weight_shape[2] * weight_shape[3]
     if groups > 1:
-        return weight_shape[1] == 1 and weight_shape[0] == groups and taps <= depthwise.MOST_TAPS
+        return weight_shape[1] == 1 and weight_shape[0] == groups and weight_shape[2] * weight_shape[3] <= 9
     return x.dtype in HALVES or tf32_allowed()
 
 
@@ -107,8 +113,11 @@ def as_kernels_read(gradient: Tensor, x: Tensor, split: bool) -> tuple[Tensor, T
 
 
 def takes_hopper(geometry: Geometry, device: torch.device, half: bool) -> bool:
-    """H200: up to 16 positions the loads are too small to fetch by tensor map (34 against 46 us for 512 -> 512 at 4 x 4),
-    and 64 outputs of 64 channels fill half a tile (78 against 88 us at 56 x 56)."""
+    """Whether tensor maps are the fastest way.
+
+    H200: up to 16 positions the boxes are too small (46 against 34 us for 512 -> 512 at 4 x 4), and 64 outputs of 64
+    channels fill half a tile (88 against 78 us at 56 x 56).
+    """
     if chip(device)[0] != 9 or geometry.positions <= 16:
         return False
     from gradwire.moments.fused import convolution_hopper
@@ -117,19 +126,40 @@ def takes_hopper(geometry: Geometry, device: torch.device, half: bool) -> bool:
     return convolution_hopper.supports(geometry) and not (few and geometry.positions > 2048)
 
 
-def on_hopper(
-    gradient: Tensor, x: Tensor, geometry: Geometry, results: tuple[Tensor, Tensor], in_place: bool, pieces: int
-) -> None:
+def hopper_way(geometry: Geometry, device: torch.device, in_place: bool, pieces: int) -> Way:
     """By tensor maps; a weight laid out otherwise is written from a copy."""
     from gradwire.moments.fused import convolution_hopper
 
     flat = convolution_hopper.flattened(geometry)
-    boxes = convolution_hopper.boxes_for(flat, chip(x.device)[1], pieces)
-    if in_place:
-        return convolution_hopper.launch(gradient, x, flat, boxes, *results, pieces)
-    both = torch.empty(2, geometry.elements, dtype=torch.float32, device=x.device)
-    convolution_hopper.launch(gradient, x, flat, boxes, both[0], both[1], pieces)
-    tiled.join_into(both, results, geometry.kernel, tiled.source_of(geometry), tiled.Shares(1, 0, geometry.elements))
+    ready = convolution_hopper.prepare(flat, boxes_for(flat, chip(device)[1], pieces), pieces)
+    source, shares = source_of(geometry), Shares(1, 0, geometry.elements)
+
+    def run(gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:
+        gradient, x = as_kernels_read(gradient, x, pieces == 3)
+        if in_place:
+            return ready.run(gradient, x, *results)
+        both = torch.empty(2, geometry.elements, dtype=torch.float32, device=x.device)
+        ready.run(gradient, x, both[0], both[1])
+        join_into(both, results, geometry.kernel, source, shares)
+
+    return run
+
+
+def way_for(geometry: Geometry, dtype: torch.dtype, device: torch.device, channels_last: bool, tf32: bool) -> Way:
+    """How one shape is run."""
+    half = dtype in HALVES
+    in_place = channels_last or geometry.taps == 1
+    if depthwise.supports(geometry):
+        return lambda gradient, x, results: depthwise.launch(*as_kernels_read(gradient, x, False), geometry, results)
+    if geometry.channels < 4 and geometry.groups == 1:
+        return lambda gradient, x, results: tiled.launch_few_channels(gradient, x, geometry, results, tf32)
+    if takes_hopper(geometry, device, half) and (half or tf32):
+        return hopper_way(geometry, device, in_place, 1 if half else 3)
+    # float32 as two bfloat16 also where Hopper's own kernel is not taken: 16-byte loads for its matrix units
+    split = not half and tf32 and chip(device)[0] == 9 and geometry.channels % 64 == 0 and geometry.groups == 1
+    return lambda gradient, x, results: tiled.launch(
+        *as_kernels_read(gradient, x, split), geometry, results, in_place, 3 if split else 1, tf32
+    )
 
 
 def launch(
@@ -143,8 +173,10 @@ def launch(
     dtype: torch.dtype,
     channels_last: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(dW in dtype, moment in float32), both laid out as the weight: channels_last or contiguous."""
-    geometry = geometry_of(gradient, x, weight_shape, stride, padding, dilation, groups)
+    """(dW in dtype, moment in float32), both laid out as the weight: channels_last or contiguous.
+
+    The operator below without torch's own dispatch, which takes the host 50 to 90 us longer (H200 machine).
+    """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     results = (
         torch.empty(weight_shape, dtype=dtype, device=x.device, memory_format=layout),
@@ -152,22 +184,16 @@ def launch(
     )
     if gradient.numel() == 0 or x.numel() == 0:
         return results[0].zero_(), results[1].zero_()
-    half = x.dtype in HALVES
-    if depthwise.supports(geometry):
-        depthwise.launch(*as_kernels_read(gradient, x, False), geometry, results)
-        return results
-    in_place = channels_last or geometry.taps == 1
-    hopper = takes_hopper(geometry, x.device, half) and (half or tf32_allowed())
-    if hopper:
-        on_hopper(*as_kernels_read(gradient, x, not half), geometry, results, in_place, 1 if half else 3)
-        return results
-    # float32 as two bfloat16 also where Hopper's own kernel is not taken: 16-byte loads for its matrix units
-    split = not half and chip(x.device)[0] == 9 and tf32_allowed() and geometry.channels % 64 == 0 and groups == 1
-    if geometry.channels < 4 and groups == 1:
-        tiled.launch_few_channels(gradient, x, geometry, results, tf32_allowed())
-    else:
-        operands = as_kernels_read(gradient, x, split)
-        tiled.launch(*operands, geometry, results, in_place, 3 if split else 1, tf32_allowed())
+    tf32 = tf32_allowed()
+    numbers = (*weight_shape, *stride, *padding, *dilation, groups, channels_last, tf32)
+    key = (x.shape, gradient.shape, x.dtype, x.device, numbers)
+    way = _ways.get(key)
+    if way is None:
+        geometry = geometry_of(gradient, x, weight_shape, stride, padding, dilation, groups)
+        if len(_ways) >= MOST_WAYS:
+            _ways.clear()
+        way = _ways[key] = way_for(geometry, x.dtype, x.device, channels_last, tf32)
+    way(gradient, x, results)
     return results
 
 

@@ -12,7 +12,7 @@ is a dimension of its own: [B, H, W, C] is read as [B, H/s, s, W/s, s*C].
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gradwire.moments.fused.convolution_plans import Geometry
+from gradwire.moments.fused.convolution_plans import TILE_ROWS as ROWS
+from gradwire.moments.fused.convolution_plans import Boxes, Geometry
 from gradwire.moments.fused.hopper import Map, following, multiply, place, segment, turns
 from gradwire.moments.fused.joining import join_parts_kernel
 from gradwire.moments.fused.launching import is_known, launch_again
 
-ROWS, HALF_ROWS = 128, 64
+HALF_ROWS = ROWS // 2
 GROUP = 16  # columns of tiles in a band, see hopper.place
 # These change from layer to layer: without this, every layer would be compiled on its own.
 SIZES = ["outputs", "blocks_high", "blocks_wide", "channels", "taps_wide", "stride", "padding_height", "padding_width"]
@@ -153,50 +154,8 @@ def convolution_grad_moment_kernel(
     )
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """How Hopper's kernel cuts a shape: boxes of high x wide positions, tiles of 128 outputs x `columns` channels.
-
-    programs, whole, share: as in tuning.Plan.
-    """
-
-    high: int
-    wide: int
-    columns: int
-    stages: int
-    programs: int
-    whole: int
-    share: int
-
-    @property
-    def step(self) -> int:
-        return self.high * self.wide
-
-
 RANK_4 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 RANK_5 = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
-
-
-def input_map(x: Tensor, geometry: Geometry, boxes: Boxes, copies: int, known: bool) -> Map | TensorDescriptor:
-    """What the fetching warp reads a channels_last input by: [B, H/s, s, W/s, s*C]."""
-    stride, channels, row = geometry.stride[0], geometry.channels, geometry.width * geometry.channels
-    shape = [copies * geometry.samples, geometry.height // stride, stride, geometry.width // stride, stride * channels]
-    strides = [geometry.height * row, stride * row, row, stride * channels, 1]
-    if known:
-        return Map(x, shape, strides)
-    return TensorDescriptor(x, shape, strides, [1, boxes.high, 1, boxes.wide, boxes.columns], RANK_5)
-
-
-def gradient_map(
-    gradient: Tensor, geometry: Geometry, boxes: Boxes, copies: int, known: bool
-) -> Map | TensorDescriptor:
-    """The same for the output gradient: [B, OH, OW, O]."""
-    outputs, width = geometry.outputs, geometry.out_width
-    shape = [copies * geometry.samples, geometry.out_height, width, outputs]
-    strides = [geometry.positions * outputs, width * outputs, outputs, 1]
-    if known:
-        return Map(gradient, shape, strides)
-    return TensorDescriptor(gradient, shape, strides, [1, boxes.high, boxes.wide, HALF_ROWS], RANK_4)
 
 
 def supports(geometry: Geometry) -> bool:
@@ -213,90 +172,79 @@ def flattened(geometry: Geometry) -> Geometry:
     return replace(geometry, height=1, width=geometry.positions, out_height=1, out_width=geometry.positions)
 
 
-def launch(
-    gradient: Tensor,
-    x: Tensor,
-    geometry: Geometry,
-    boxes: Boxes,
-    weight_gradient: Tensor,
-    moment: Tensor,
-    pieces: int = 1,
-) -> None:
-    """Channels_last tensors in half precision -> weight_gradient, moment as [O, taps, C] in memory.
+@dataclass(frozen=True)
+class Ready:
+    """One shape made ready: all of its launches but the tensors."""
 
-    pieces = 3: each tensor is float32 in two halves, [2, B, ...], high parts then low ones.
-    """
+    boxes: Boxes
+    gradient_map: tuple[list[int], list[int]]
+    x_map: tuple[list[int], list[int]]
+    shape: tuple[int, ...]
+    work: tuple[int, ...]
+    grid: tuple[int, int, int]
+    shared: int  # slots [2, 128, columns] for tiles whose samples several programs share
+
+    def run(self, gradient: Tensor, x: Tensor, weight_gradient: Tensor, moment: Tensor) -> None:
+        """Half precision, channels side by side -> weight_gradient, moment as [O, taps, C] in memory."""
+        boxes = self.boxes
+        parts = moment
+        if self.shared:
+            parts = torch.empty(self.shared, 2, ROWS, boxes.columns, dtype=torch.float32, device=x.device)
+        kind = (x.device.index, x.dtype, weight_gradient.dtype, boxes.high, boxes.wide, boxes.columns, boxes.stages)
+        maps: tuple[Any, ...] = (Map(gradient, *self.gradient_map), Map(x, *self.x_map))
+        if not is_known("convolution_grad_moment", kind):
+            gradient_box = [1, boxes.high, boxes.wide, HALF_ROWS]
+            x_box = [1, boxes.high, 1, boxes.wide, boxes.columns]
+            maps = (
+                TensorDescriptor(gradient, *self.gradient_map, gradient_box, RANK_4),
+                TensorDescriptor(x, *self.x_map, x_box, RANK_5),
+            )
+        results = (weight_gradient, moment, parts)
+        arguments = (*maps, *results, *self.shape, *self.work, boxes.stages, GROUP)
+        launch_again("convolution_grad_moment", kind, convolution_grad_moment_kernel, self.grid, arguments, num_warps=4)
+        if self.shared:
+            self.join(parts, weight_gradient, moment)
+
+    def join(self, parts: Tensor, weight_gradient: Tensor, moment: Tensor) -> None:
+        """parts [part of the samples, tile, 2, 128, columns] -> the tiles that several programs shared."""
+        n_rows, n_columns, _, whole, n_rest, n_parts, _ = self.work
+        columns = self.boxes.columns
+        most = 1 << (n_parts - 1).bit_length()
+        at_once = max(1, min(1024, 8192 // most) // columns)
+        sizes = (*self.shape[:2], n_rows, n_columns, whole, n_parts, GROUP, most, ROWS, columns, at_once)
+        kind = (parts.device.index, weight_gradient.dtype, most, columns)
+        arguments = (parts, weight_gradient, moment, *sizes)
+        grid = (n_rest, ROWS // at_once, 2)
+        launch_again("convolution_join_parts", kind, join_parts_kernel, grid, arguments, num_warps=4)
+
+
+def prepare(geometry: Geometry, boxes: Boxes, pieces: int) -> Ready:
+    """Maps and shares of one shape; pieces = 3: each tensor is float32 in two halves, [2, B, ...], high then low."""
     copies = 2 if pieces == 3 else 1
-    inputs = geometry.taps * geometry.channels
-    n_rows, n_columns = -(-geometry.outputs // ROWS), inputs // boxes.columns
+    stride, channels, outputs = geometry.stride[0], geometry.channels, geometry.outputs
+    row, wide = geometry.width * channels, geometry.out_width
+    x_shape = [
+        copies * geometry.samples,
+        geometry.height // stride,
+        stride,
+        geometry.width // stride,
+        stride * channels,
+    ]
+    x_strides = [geometry.height * row, stride * row, row, stride * channels, 1]
+    gradient_shape = [copies * geometry.samples, geometry.out_height, wide, outputs]
+    gradient_strides = [geometry.positions * outputs, wide * outputs, outputs, 1]
+    inputs = geometry.taps * channels
+    n_rows, n_columns = -(-outputs // ROWS), inputs // boxes.columns
     n_rest = n_rows * n_columns - boxes.whole
     n_parts = -(-geometry.samples // boxes.share) if n_rest else 0
-    parts = torch.empty(max(n_rest * n_parts, 1), 2, ROWS, boxes.columns, dtype=torch.float32, device=x.device)
-    blocks = (-(-geometry.out_height // boxes.high), -(-geometry.out_width // boxes.wide))
-    kind = (x.device.index, x.dtype, weight_gradient.dtype, boxes.high, boxes.wide, boxes.columns, boxes.stages)
-    known = is_known("convolution_grad_moment", kind)
-    arguments = (
-        gradient_map(gradient, geometry, boxes, copies, known), input_map(x, geometry, boxes, copies, known), weight_gradient, moment,
-        parts, geometry.outputs, inputs, *blocks, geometry.channels, geometry.kernel[1], geometry.stride[0],
-        *geometry.padding, *geometry.dilation, pieces, n_rows, n_columns, geometry.samples, boxes.whole, n_rest, n_parts,
-        boxes.share, boxes.stages, GROUP,
-    )  # fmt: skip
-    grid = (min(max(boxes.whole, n_rest * n_parts), boxes.programs), 1, 1)
-    launch_again("convolution_grad_moment", kind, convolution_grad_moment_kernel, grid, arguments, num_warps=4)
-    if n_rest:
-        join(parts, weight_gradient, moment, (geometry.outputs, inputs), (n_rows, n_columns, boxes.whole, n_parts))
-
-
-def join(
-    parts: Tensor, weight_gradient: Tensor, moment: Tensor, shape: tuple[int, int], work: tuple[int, int, int, int]
-) -> None:
-    """parts [part of the samples, tile, 2, 128, columns] -> the tiles that several programs shared."""
-    n_rows, n_columns, whole, n_parts = work
-    columns = parts.shape[3]
-    most = 1 << (n_parts - 1).bit_length()
-    at_once = max(1, min(1024, 8192 // most) // columns)
-    arguments = (
-        parts, weight_gradient, moment, *shape, n_rows, n_columns, whole, n_parts,
-        GROUP, most, ROWS, columns, at_once,
-    )  # fmt: skip
-    kind = (parts.device.index, weight_gradient.dtype, most, columns)
-    grid = (n_rows * n_columns - whole, ROWS // at_once, 2)
-    launch_again("convolution_join_parts", kind, join_parts_kernel, grid, arguments, num_warps=4)
-
-
-def box_of(geometry: Geometry) -> tuple[int, int]:
-    """(high, wide): the box that multiplies the fewest zeros; a step costs as much as 24 positions besides."""
-    sizes = [(high, step // high) for step in (16, 32, 64) for high in (8, 4, 2, 1)]
-
-    def cost(box: tuple[int, int]) -> int:
-        return -(-geometry.out_height // box[0]) * -(-geometry.out_width // box[1]) * (box[0] * box[1] + 24)
-
-    return min(sizes, key=cost)
-
-
-@lru_cache(maxsize=1024)
-def boxes_for(geometry: Geometry, programs: int, pieces: int = 1) -> Boxes:
-    """Box, tile and shares of one shape."""
-    high, wide = box_of(geometry)
-    rows, inputs = -(-geometry.outputs // ROWS), geometry.taps * geometry.channels
-    # few tiles are made twice as many; H200: 33 against 37 us for 512 -> 128 pointwise at 28 x 28
-    narrow = rows * inputs // 128 < 24 or 100 <= rows * inputs // 64 <= programs
-    columns = 64 if narrow or geometry.channels % 128 else 128
-    stages = min(16, 196608 // (high * wide * (ROWS + columns) * 2))
-    positions = geometry.positions * pieces * columns / 128
-    whole, share = spread(rows * (inputs // columns), geometry.samples, positions, programs)
-    return Boxes(high, wide, columns, stages, programs, whole, share)
-
-
-def spread(tiles: int, samples: int, positions: float, programs: int) -> tuple[int, int]:
-    """(whole, share): tiles that run whole, and samples in a part of the others; the cheapest by a model."""
-    sample_us = 5.4e-3 * positions + 0.3  # H200: one sample of a 128 x 128 tile
-    found = [(-(-tiles // programs) * samples * sample_us, tiles, samples)]
-    for rounds in range(max(0, tiles // programs - 1), tiles // programs + 1):
-        rest = tiles - rounds * programs
-        for share in sorted({-(-samples // n_parts) for n_parts in range(2, samples + 1)} if rest else ()):
-            total = rest * -(-samples // share)
-            join_us = 4.0 + 0.1 * total  # a launch, 128 kB a part written and read
-            turns_us = (rounds * samples + -(-total // programs) * share) * sample_us
-            found.append((turns_us + join_us, rounds * programs, share))
-    return min(found)[1:]
+    blocks = (-(-geometry.out_height // boxes.high), -(-wide // boxes.wide))
+    layer = (channels, geometry.kernel[1], stride, *geometry.padding, *geometry.dilation, pieces)
+    return Ready(
+        boxes=boxes,
+        gradient_map=(gradient_shape, gradient_strides),
+        x_map=(x_shape, x_strides),
+        shape=(outputs, inputs, *blocks, *layer),
+        work=(n_rows, n_columns, geometry.samples, boxes.whole, n_rest, n_parts, boxes.share),
+        grid=(min(max(boxes.whole, n_rest * n_parts), boxes.programs), 1, 1),
+        shared=n_rest * n_parts,
+    )

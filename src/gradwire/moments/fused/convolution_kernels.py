@@ -18,7 +18,6 @@ import triton.language as tl
 SHAPES = ["samples", "positions", "height", "width", "out_width_magic", "out_width", "taps", "taps_wide", "splits"]
 SHAPES += ["stride_height", "stride_width", "padding_height", "padding_width", "dilation_height", "dilation_width"]
 SHAPES += ["parts", "part_positions", "output_tiles", "column_tiles"]
-JOIN_SHAPES = ["elements", "splits", "taps_wide", "taps", "channels", "shift", "from_plane", "from_row", "from_column"]
 
 
 @triton.jit
@@ -55,6 +54,7 @@ def _operands(
     else:
         # position // out_width without a division: exact while positions * out_width < 2**32
         out_row = tl.umulhi(position.to(tl.uint32), magic.to(tl.uint32)).to(tl.int32)
+        out_row = tl.where(out_width == 1, position, out_row)
         row = out_row * stride_height + tap_rows
         column = (position - out_row * out_width) * stride_width + tap_columns
         # as unsigned numbers, negative rows and columns are beyond the end too
@@ -250,60 +250,3 @@ def grad_moment(
     tl.store(total_out + base + spot, total.to(total_out.dtype.element_ty), mask=keep)
     if not RAW:
         tl.store(square_out + base + spot, square, mask=keep)
-
-
-@triton.jit(do_not_specialize=JOIN_SHAPES)
-def join(
-    partial,
-    total_out,
-    square_out,
-    elements,
-    splits,
-    taps,
-    taps_wide,
-    channels,
-    shift,
-    from_plane,
-    from_output,
-    from_row,
-    from_column,
-    RAW_PARTS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """The sums of all programs of grad_moment, in a fixed order, into the weight's own memory layout.
-
-    partial is [splits, 2, elements], sums and sums of squares, or (RAW_PARTS > 0) [splits, RAW_PARTS, elements]: c_b in
-    parts over positions, which are joined before they are squared. from_*: how far apart its outputs, rows of taps and
-    taps lie; shift: taps of a row that the weight does not have.
-    """
-    element = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = element < elements
-    output = element // (taps * channels)
-    rest = element - output * (taps * channels)
-    if CHANNELS_LAST:
-        tap = rest // channels
-        channel = rest - tap * channels
-    else:
-        channel = rest // taps
-        tap = rest - channel * taps
-    tap_row = tap // taps_wide
-    source = output * from_output + tap_row * from_row + (tap - tap_row * taps_wide + shift) * from_column + channel
-    total = tl.zeros((BLOCK_S, BLOCK_N), tl.float32)
-    square = tl.zeros((BLOCK_S, BLOCK_N), tl.float32)
-    planes: tl.constexpr = RAW_PARTS if RAW_PARTS > 0 else 2
-    for first in tl.range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        keep = (split < splits)[:, None] & inside[None, :]
-        where = partial + (split.to(tl.int64) * planes * from_plane)[:, None] + source[None, :]
-        value = tl.load(where, mask=keep, other=0.0)
-        if RAW_PARTS > 0:
-            for part in tl.static_range(1, RAW_PARTS):
-                value += tl.load(where + part * from_plane, mask=keep, other=0.0)
-            square += value * value
-        else:
-            square += tl.load(where + from_plane, mask=keep, other=0.0)
-        total += value
-    tl.store(total_out + element, tl.sum(total, 0).to(total_out.dtype.element_ty), mask=inside)
-    tl.store(square_out + element, tl.sum(square, 0), mask=inside)

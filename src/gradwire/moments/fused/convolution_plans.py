@@ -9,6 +9,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+TILE_ROWS = 128  # outputs in a tile of Hopper's kernel
 SLOTS = 4 * 132  # programs of four warps that an H200 runs at once
 
 
@@ -104,11 +105,72 @@ def plan_for(geometry: Geometry, wide: bool) -> Plan:
     block_i = max(16, min(128 if wide else 64, power_of_two(geometry.channels)))
     block_k = 16 if geometry.positions <= 16 else 32 if wide or geometry.positions <= 32 else 64
     steps = math.ceil(geometry.positions / block_k)
-    plan = Plan(block_o, block_i, block_k, 4, 3 if wide else 4, steps=steps if steps * block_k <= 64 else 0)
+    plan = Plan(
+        block_o,
+        block_i,
+        block_k,
+        4,
+        3 if wide else 5 if block_k == 16 else 4,
+        steps=steps if steps * block_k <= 64 else 0,
+    )
     if not wide and geometry.channels == 64 and geometry.taps > 1 and geometry.groups == 1:
-        plan = Plan(block_o, block_i, block_k, 4, 4, steps=plan.steps, flat=64)
+        plan = Plan(block_o, block_i, block_k, 4, plan.stages, steps=plan.steps, flat=64)
     tiles = math.prod(plan.tiles(geometry)) * geometry.groups
     splits = max(1, min(geometry.samples, SLOTS // (2 if wide else 1) // max(1, tiles)))
     if splits >= 48 and geometry.positions > 64:
         return Plan(block_o, block_i, block_k, 4, plan.stages, parts=1, flat=plan.flat)
     return Plan(block_o, block_i, block_k, 4, plan.stages, splits=splits, steps=plan.steps, flat=plan.flat)
+
+
+@dataclass(frozen=True)
+class Boxes:
+    """How Hopper's kernel cuts a shape: boxes of high x wide positions, tiles of 128 outputs x `columns` channels.
+
+    programs, whole, share: as in tuning.Plan.
+    """
+
+    high: int
+    wide: int
+    columns: int
+    stages: int
+    programs: int
+    whole: int
+    share: int
+
+
+def box_of(geometry: Geometry) -> tuple[int, int]:
+    """(high, wide): the box that multiplies the fewest zeros; a step costs as much as 24 positions besides."""
+    sizes = [(high, step // high) for step in (16, 32, 64) for high in (8, 4, 2, 1)]
+
+    def cost(box: tuple[int, int]) -> int:
+        return -(-geometry.out_height // box[0]) * -(-geometry.out_width // box[1]) * (box[0] * box[1] + 24)
+
+    return min(sizes, key=cost)
+
+
+@functools.lru_cache(maxsize=1024)
+def boxes_for(geometry: Geometry, programs: int, pieces: int = 1) -> Boxes:
+    """Box, tile and shares of one shape."""
+    high, wide = box_of(geometry)
+    rows, inputs = -(-geometry.outputs // TILE_ROWS), geometry.taps * geometry.channels
+    # few tiles are made twice as many; H200: 33 against 37 us for 512 -> 128 pointwise at 28 x 28
+    narrow = rows * inputs // 128 < 24 or 100 <= rows * inputs // 64 <= programs
+    columns = 64 if narrow or geometry.channels % 128 else 128
+    stages = min(16, 196608 // (high * wide * (TILE_ROWS + columns) * 2))
+    positions = geometry.positions * pieces * columns / 128
+    whole, share = spread(rows * (inputs // columns), geometry.samples, positions, programs)
+    return Boxes(high, wide, columns, stages, programs, whole, share)
+
+
+def spread(tiles: int, samples: int, positions: float, programs: int) -> tuple[int, int]:
+    """(whole, share): tiles that run whole, and samples in a part of the others; the cheapest by a model."""
+    sample_us = 5.4e-3 * positions + 0.3  # H200: one sample of a 128 x 128 tile
+    found = [(-(-tiles // programs) * samples * sample_us, tiles, samples)]
+    for rounds in range(max(0, tiles // programs - 1), tiles // programs + 1):
+        rest = tiles - rounds * programs
+        for share in sorted({-(-samples // n_parts) for n_parts in range(2, samples + 1)} if rest else ()):
+            total = rest * -(-samples // share)
+            join_us = 4.0 + 0.1 * total  # a launch, 128 kB a part written and read
+            turns_us = (rounds * samples + -(-total // programs) * share) * sample_us
+            found.append((turns_us + join_us, rounds * programs, share))
+    return min(found)[1:]

@@ -6,7 +6,7 @@ matrix units to do. The parts, c_b [B, parts, C, KH, KW], are small and joined b
 
 # Kernels are typed by Triton, not by Python.
 # ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,assignment"
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.moments.fused.convolution_kernels import join
+from gradwire.moments.fused.convolution_join import Shares, Source, join_into
 from gradwire.moments.fused.convolution_plans import Geometry
+from gradwire.moments.fused.launching import launch_again
+from gradwire.moments.fused.tiled import magic_of
 
 SHAPES = ["height", "width", "positions", "out_width", "out_width_magic", "stride_height", "stride_width"]
 SHAPES += ["padding_height", "padding_width", "dilation_height", "dilation_width", "parts", "part_positions"]
 MOST_TAPS = 25  # as many sums of 8 registers as a thread has room for
-BLOCK_C = 64  # 8 threads of 16 bytes in half precision
-WARPS = 2
 
 
 @triton.jit(do_not_specialize=SHAPES)
@@ -70,6 +70,7 @@ def depthwise(
         inside = (position < stop) & channel_inside[None, :]
         delta = tl.load(left + position * channels, mask=inside, other=0.0).to(tl.float32)
         out_row = tl.umulhi(position.to(tl.uint32), out_width_magic.to(tl.uint32)).to(tl.int32)
+        out_row = tl.where(out_width == 1, position, out_row)
         top = out_row * stride_height - padding_height
         side = (position - out_row * out_width) * stride_width - padding_width
         grown = ()
@@ -86,12 +87,21 @@ def depthwise(
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_of(geometry: Geometry) -> int:
-    """Parts of a sample's positions: enough warps to fill the chip, and at least 64 positions each."""
-    programs = geometry.samples * math.ceil(geometry.groups / BLOCK_C)
-    wanted = math.ceil(132 * 16 / max(1, programs))
-    most = max(1, geometry.positions // 64)
-    return min(16, 1 << (max(1, min(wanted, most)) - 1).bit_length())
+def cut_of(geometry: Geometry) -> tuple[int, int, int]:
+    """(channels a program, warps, parts of a sample's positions): the fastest of a sweep on an H200, by kind of layer.
+
+    Parts fill whole rounds of 16 warps a multiprocessor; each costs as much as a tenth of a round.
+    """
+    if geometry.taps > 9:
+        block_c, warps = 16, 1
+    elif geometry.positions >= 512:
+        block_c, warps = 16 if geometry.positions > 2048 else 32, 4
+    else:
+        block_c, warps = (64, 2) if geometry.positions >= 128 else (32, 1)
+    programs = geometry.samples * math.ceil(geometry.groups / block_c)
+    most = max(1, min(16, geometry.positions // 64))
+    rounds = {parts: math.ceil(programs * parts * warps / (132 * 16)) for parts in (1, 2, 4, 8, 16) if parts <= most}
+    return block_c, warps, min(rounds, key=lambda parts: rounds[parts] / parts + 0.1 * parts)
 
 
 def supports(geometry: Geometry) -> bool:
@@ -99,32 +109,23 @@ def supports(geometry: Geometry) -> bool:
     return geometry.channels == 1 and geometry.outputs == 1 and geometry.groups > 1 and geometry.taps <= MOST_TAPS
 
 
-def launch(
-    gradient: Tensor, x: Tensor, geometry: Geometry, dtype: torch.dtype, channels_last: bool,
-    parts: int | None = None, warps: int = WARPS, block_p: int | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(dW in dtype, moment in float32) [C, 1, KH, KW]."""
-    gradient, x = (tensor.contiguous(memory_format=torch.channels_last) for tensor in (gradient, x))
-    parts = parts or parts_of(geometry)
-    vector = 8 if x.element_size() == 2 else 4
-    block_p = block_p or max(1, 32 * warps * vector // BLOCK_C)
-    part_positions = math.ceil(math.ceil(geometry.positions / block_p) / parts) * block_p
+def launch(gradient: Tensor, x: Tensor, geometry: Geometry, results: tuple[Tensor, Tensor]) -> None:
+    """Channels side by side -> dW, moment [C, 1, KH, KW]."""
     channels = geometry.groups
-    partial = torch.empty(geometry.samples * parts * channels * geometry.taps, dtype=torch.float32, device=x.device)
-    magic = (-(-(2**32) // geometry.out_width) + 2**31) % 2**32 - 2**31
-    depthwise[(geometry.samples * parts, math.ceil(channels / BLOCK_C))](
-        gradient, x, partial, channels, geometry.height, geometry.width, geometry.positions, geometry.out_width, magic,
-        *geometry.stride, *geometry.padding, *geometry.dilation, parts, part_positions,
-        TAPS=geometry.taps, TAPS_WIDE=geometry.kernel[1], BLOCK_P=block_p, BLOCK_C=BLOCK_C, num_warps=warps,
-    )  # fmt: skip
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    shape = (channels, 1, *geometry.kernel)
-    total = torch.empty(shape, dtype=dtype, device=x.device, memory_format=layout)
-    square = torch.empty(shape, dtype=torch.float32, device=x.device, memory_format=layout)
+    block_c, warps, parts = cut_of(geometry)
+    block_p = 32 * warps * (16 // x.element_size()) // block_c
+    part_positions = math.ceil(math.ceil(geometry.positions / block_p) / parts) * block_p
     elements = channels * geometry.taps
-    join[(triton.cdiv(elements, 64),)](
-        partial, total, square, elements, geometry.samples, geometry.taps, geometry.kernel[1], 1, 0, elements,
-        geometry.taps, geometry.kernel[1], 1,
-        RAW_PARTS=parts, CHANNELS_LAST=True, BLOCK_S=64, BLOCK_N=64, num_warps=4,
+    partial = torch.empty(geometry.samples * parts * elements, dtype=torch.float32, device=x.device)
+    constants = (geometry.taps, geometry.kernel[1], block_p, block_c)
+    arguments = (
+        gradient, x, partial, channels, geometry.height, geometry.width, geometry.positions, geometry.out_width,
+        magic_of(geometry.out_width), *geometry.stride, *geometry.padding, *geometry.dilation, parts, part_positions,
+        *constants,
     )  # fmt: skip
-    return total, square
+    aligned = gradient.data_ptr() % 16 == 0, x.data_ptr() % 16 == 0
+    kind = (x.device.index, x.dtype, warps, constants, channels % 16 == 0, channels == 1, aligned)
+    grid = (geometry.samples * parts, math.ceil(channels / block_c), 1)
+    launch_again("depthwise", kind, depthwise, grid, arguments, num_warps=warps)
+    source = Source(geometry.taps, geometry.kernel[1], 1)
+    join_into(partial, results, geometry.kernel, source, Shares(geometry.samples * parts, parts, elements))

@@ -12,35 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradwire.moments.fused import convolution_kernels as kernels
-from gradwire.moments.fused.convolution_plans import Geometry, Plan, plan_for, power_of_two
+from gradwire.moments.fused.convolution_join import Shares, Source, join_into, source_of
+from gradwire.moments.fused.convolution_plans import Geometry, Plan, plan_for
 from gradwire.moments.fused.launching import launch_again
-
-JOIN_ELEMENTS = 4096
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where the join finds an element: distances in the partial results; shift: taps a row has before the first."""
-
-    output: int
-    row: int
-    column: int
-    shift: int = 0
-
-
-@dataclass(frozen=True)
-class Shares:
-    """What there is to join: ranges of samples (or samples in so many parts), and elements in each."""
-
-    splits: int
-    parts: int
-    elements: int
-
-
-def source_of(geometry: Geometry) -> Source:
-    """Partial results as [output, tap, channel]."""
-    columns = geometry.kernel[1] * geometry.channels
-    return Source(geometry.kernel[0] * columns, columns, geometry.channels)
 
 
 def widen(x: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry, Source]:
@@ -98,8 +72,13 @@ def sizes_of(geometry: Geometry, plan: Plan, splits: int, out_split: int) -> tup
 
 
 def magic_of(divisor: int) -> int:
-    """ceil(2**32 / divisor), by which the kernels divide, as the signed number of the same bits; 1 needs no division."""
+    """ceil(2**32 / divisor), by which the kernels divide, as the signed number of the same bits (0 for 1)."""
     return (-(-(2**32) // divisor) + 2**31) % 2**32 - 2**31
+
+
+def looks(number: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles an integer by."""
+    return number % 16 == 0, number == 1, number >= 2**31
 
 
 @dataclass(frozen=True)
@@ -126,9 +105,8 @@ def prepare(geometry: Geometry, plan: Plan, in_place: bool, pieces: int, precisi
         geometry.pointwise, positions_last, plan.flat, plan.parts > 0, plan.by_dot, plan.steps, plan.tail,
         plan.block_o, plan.block_i, plan.block_k, precision, rounded, pieces,
     )  # fmt: skip
-    # what Triton compiles by: constants, and which of the numbers it looks at are 1 or divide by 16
     looked_at = (geometry.outputs, geometry.channels, *integers[-10:])
-    kind = (constants, plan.warps, plan.stages, tuple((number % 16 == 0, number == 1) for number in looked_at))
+    kind = (constants, plan.warps, plan.stages, tuple(map(looks, looked_at)))
     output_tiles, column_tiles = plan.tiles(geometry)
     grid = (splits * output_tiles * column_tiles, geometry.groups, 1)
     direct = in_place and splits == 1 and not plan.parts
@@ -137,27 +115,11 @@ def prepare(geometry: Geometry, plan: Plan, in_place: bool, pieces: int, precisi
 
 def run(call: Call, plan: Plan, gradient: Tensor, x: Tensor, total: Tensor, square: Tensor) -> None:
     """Launches grad_moment."""
-    kind = (x.device.index, x.dtype, total.dtype, square.data_ptr() % 16 == 0, call.kind)
+    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (gradient, x, total, square))
+    kind = (x.device.index, x.dtype, total.dtype, aligned, call.kind)
     arguments = (gradient, x, total, square, *call.arguments)
     options = {"num_warps": plan.warps, "num_stages": plan.stages}
     launch_again("convolution_tiles", kind, kernels.grad_moment, call.grid, arguments, **options)
-
-
-def join_into(
-    partial: Tensor, results: tuple[Tensor, Tensor], kernel: tuple[int, int], source: Source, shares: Shares
-) -> None:
-    """Adds up the partial results of all programs, in the weight's layout."""
-    total, square = results
-    splits = shares.splits // max(1, shares.parts)
-    block_s = min(64, power_of_two(splits))
-    block_n = max(32, min(1024, JOIN_ELEMENTS // block_s))
-    channels_last = total.shape[1] == 1 or total.stride(1) == 1
-    arguments = (
-        partial, total, square, total.numel(), splits, kernel[0] * kernel[1], kernel[1], total.shape[1], source.shift,
-        shares.elements, source.output, source.row, source.column, shares.parts, channels_last, block_s, block_n,
-    )  # fmt: skip
-    kind = (total.device.index, total.dtype, shares.parts, channels_last, block_s, block_n)
-    launch_again("convolution_join", kind, kernels.join, (-(-total.numel() // block_n), 1, 1), arguments, num_warps=4)
 
 
 def launch(
@@ -173,7 +135,7 @@ def launch(
     source: Source | None = None,
     kernel: tuple[int, int] | None = None,
 ) -> None:
-    """Dense tensors, channels (or positions) last, -> results; kernel, source: where the geometry is not the weight's."""
+    """Dense tensors, channels (or positions) last, -> results; kernel, source: if the geometry is not the weight's."""
     wide = x.dtype == torch.float32
     plan = plan or plan_for(geometry, wide)
     rounded = wide and tf32 and x.is_cuda
