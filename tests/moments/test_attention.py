@@ -81,13 +81,22 @@ def test_equal_to_torch(layer: str, mask: str, how: str, first: bool) -> None:
         watched = outputs(net, inputs, kwargs)
         recorder.remove()
         assert len(plain) == len(watched)
-        for a, b in zip(plain, watched, strict=True):
-            assert torch.equal(b, a)
+        of_parameters = len(plain) - len(list(net.parameters()))
+        for place, (a, b) in enumerate(zip(plain, watched, strict=True)):
             assert b.stride() == a.stride()
+            if place < of_parameters:
+                assert torch.equal(b, a)
+            else:
+                assert_rounded(b, a)
+
+
+def assert_rounded(found: Tensor, wanted: Tensor) -> None:
+    """Weight gradients are summed sample by sample: torch's own up to rounding, 4 ulp of the largest."""
+    assert (found - wanted).abs().max() <= 5e-7 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_an_encoder_layer_with_dropout_is_torchs_bit_for_bit(first: bool) -> None:
+def test_an_encoder_layer_with_dropout_is_torchs(first: bool) -> None:
     """Dropout behind attention draws its mask in memory order."""
     torch.manual_seed(0)
     net, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=first), torch.randn(3, 5, 8)
@@ -101,7 +110,10 @@ def test_an_encoder_layer_with_dropout_is_torchs_bit_for_bit(first: bool) -> Non
 
     plain = found()
     recorder = Recorder(net, trainable(net), strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, found(), strict=True))
+    watched = found()
+    assert torch.equal(plain[0], watched[0])
+    for a, b in zip(plain[1:], watched[1:], strict=True):
+        torch.testing.assert_close(b, a)
     recorder.remove()
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.moments.combined import Slice
-from gradwire.moments.linear import wide
+from gradwire.moments.instead import instead
+from gradwire.moments.linear import Multiply, wide
 from gradwire.moments.registry import Formula, Uses, add
 from gradwire.moments.site import Doubt, Site
 from gradwire.moments.tap import Tap, autocast_input, watch
@@ -18,6 +19,7 @@ from gradwire.moments.uses import Direct, Positions
 
 # part -> (first third of in_proj, number of thirds)
 THIRDS = {"qkv": (0, 3), "q": (0, 1), "k": (1, 1), "v": (2, 1), "kv": (1, 2)}
+WHOLE = Multiply(("in_proj_weight", "in_proj_bias"))
 Masks = tuple[Tensor | None, Tensor | None]
 
 
@@ -49,17 +51,24 @@ def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> li
     """x [T, B, E] times the rows of `part`, one contiguous tensor for each third, in torch's own memory order."""
     first, thirds = THIRDS[part]
     rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
-    packed = module.in_proj_weight
-    weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
-    bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
-    x = autocast_input(x)
-    needs_input = any(name.endswith("weight") for name in tap.wanted())
-    output = watch(tap, F.linear(x, weight, bias), (x,) if needs_input else (), part)
+    output = instead(module, tap, x, part, WHOLE) if thirds == 3 else None
+    if output is None:
+        output = beside(module, tap, x, rows, part)
     if thirds == 1:
         return [output]
     apart = output.view(*output.shape[:-1], thirds, module.embed_dim).unsqueeze(0)
     apart = apart.transpose(0, -2).squeeze(-2).contiguous()
     return [apart[third] for third in range(thirds)]
+
+
+def beside(module: nn.MultiheadAttention, tap: Tap, x: Tensor, rows: slice, part: str) -> Tensor:
+    """The product with those rows, and a tap on it."""
+    packed = module.in_proj_weight
+    weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
+    bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
+    x = autocast_input(x)
+    needs_input = any(name.endswith("weight") for name in tap.wanted())
+    return watch(tap, F.linear(x, weight, bias), (x,) if needs_input else (), part)
 
 
 def project_all(module: nn.MultiheadAttention, tap: Tap, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:

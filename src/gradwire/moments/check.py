@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import isfinite, prod
 
 import torch
@@ -17,7 +18,12 @@ THRICE = 3  # mismatches until the parameter is no longer believed at all
 
 def widest(dtypes: Iterable[torch.dtype]) -> float:
     """The coarsest eps among floating point types."""
-    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    return max(map(eps_of, dtypes), default=0.0)
+
+
+@lru_cache(maxsize=64)
+def eps_of(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 class Check:
@@ -61,6 +67,14 @@ class Check:
         wide = (gradient.to_dense() if gradient.is_sparse else gradient).to(self.dtype)
         return wide.clone() if self.probe is None else wide.reshape(-1, self.probe.numel()) @ self.probe
 
+    @staticmethod
+    def _landed(uses: list[Use], held: Tensor) -> bool:
+        """`.grad` is what the only use's own backward returned, and untouched: nothing is left to compare.
+
+        Two products of a 512 x 784 weight, its gradient's and its use's, took 1 % of an MLP's step.
+        """
+        return len(uses) == 1 and uses[0].landed is not None and uses[0].landed(held)
+
     def after(self, uses: list[Use], held: Tensor, eps: float, moment: Tensor) -> None:
         """After accumulation: doubts where the uses do not add up to what came."""
         self.commits += 1
@@ -68,6 +82,9 @@ class Check:
         if not self.due:
             return
         self.due = False
+        if before is None and self.commits % OFTEN and self._landed(uses, held):
+            self.verified = True
+            return
         found = torch.stack([use.along(self.probe) for use in uses]).sum(0)
         change = self._along(held)
         eps = max(eps, widest([held.dtype, self.dtype]))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.moments.site import Doubt
-from gradwire.moments.uses import Use
+from gradwire.moments.uses import Use, norm
 
 
 @dataclass
@@ -35,6 +35,10 @@ class Slice(Use):
 
     def total(self) -> Tensor:
         return self._padded(self.inner.total())
+
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """Of the rows alone."""
+        return self.inner.gradient(dtype)
 
     def along(self, probe: Tensor | None) -> Tensor:
         part = self.inner.along(probe)
@@ -123,7 +127,7 @@ def merge(uses: Sequence[Use]) -> Use:
         first = next(use for use in uses if isinstance(use, Settled))
         first.sample(0)
     joined = first.join(uses[1:]) if all(type(use) is type(first) for use in uses) else None
-    norms = [use.gradient_norm for use in uses if use.gradient_norm is not None]
+    norms = [norm(use.output_gradient) for use in uses if use.output_gradient is not None]
     joined = joined or Together(uses)
-    joined.gradient_norm = torch.stack(norms).sum() if norms else None
+    joined.output_gradient = torch.stack(norms).sum() if norms else None
     return joined

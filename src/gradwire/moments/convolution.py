@@ -12,17 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from gradwire.moments.instead import instead
 from gradwire.moments.registry import Uses, register
 from gradwire.moments.site import Doubt, Site
-from gradwire.moments.uses import Direct, Use, exact_dtype
+from gradwire.moments.tap import Tap, plain_forward
+from gradwire.moments.together import CONVOLUTIONS, Problem, choose, exact_dtype
+from gradwire.moments.uses import Direct, Use
 
 
 @dataclass
 class Patches(Use):
-    """c_b = weight gradient of the convolution of sample b alone; x [B, I, *], gradient [B, O, *]."""
+    """c_b = weight gradient of the convolution of sample b alone; x [B, I, *], gradients [B, O, *]."""
 
     x: Tensor
-    gradient: Tensor
+    gradients: Tensor
     shape: torch.Size
     geometry: dict[str, Any]
 
@@ -33,11 +36,25 @@ class Patches(Use):
         self.weight = torch.empty(self.shape, dtype=self.dtype, device=self.x.device)
 
     def _between(self, start: int, stop: int) -> Tensor:
-        gradient, x = (tensor[start:stop].to(self.dtype) for tensor in (self.gradient, self.x))
+        gradient, x = (tensor[start:stop].to(self.dtype) for tensor in (self.gradients, self.x))
         found: Tensor = torch.ops.aten.convolution_backward(
             gradient, x, self.weight, None, **self.geometry, output_mask=[False, True, False]
         )[1]
         return found
+
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        problem = problem_of(self.x, self.shape, self.geometry)
+        together = choose(CONVOLUTIONS, problem)
+        if together is None:
+            return self.total().to(dtype)
+        total, self.finished = together(self.gradients, self.x, self.shape, self.geometry, dtype)
+        return total
+
+    def accumulate(self, out: Tensor) -> None:
+        if self.finished is None:
+            super().accumulate(out)
+        else:
+            out += self.finished
 
     def sample(self, index: int) -> Tensor:
         return self._between(index, index + 1)
@@ -46,8 +63,45 @@ class Patches(Use):
         return self._between(0, self.samples) if self.summed is None else self.summed
 
     def noise(self) -> float:
-        per_output = self.weight.numel() / max(1, self.gradient.shape[1])
+        per_output = self.weight.numel() / max(1, self.gradients.shape[1])
         return super().noise() * float(self.x.norm()) * math.sqrt(per_output / max(1, self.x.numel()))
+
+
+def problem_of(x: Tensor, shape: torch.Size, geometry: dict[str, Any]) -> Problem:
+    return Problem(x.device, x.dtype, x.shape[0], 0, shape, geometry)
+
+
+@dataclass(frozen=True)
+class Convolve:
+    """aten's convolution."""
+
+    geometry: dict[str, Any]
+    names: tuple[str, str] = ("weight", "bias")
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.aten.convolution(x, weight, bias, **self.geometry)  # type: ignore[no-any-return]
+
+    def to_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        mask = [True, False, False]
+        found: Tensor = torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, **self.geometry, output_mask=mask
+        )[0]
+        return found
+
+    def serves(self, x: Tensor, weight: Tensor, axis: int) -> bool:
+        batched = x.ndim == len(self.geometry["stride"]) + 2
+        return batched and choose(CONVOLUTIONS, problem_of(x, weight.shape, self.geometry)) is not None
+
+
+def convolution_forward(module: _ConvNd, tap: Tap, *args: Any, **kwargs: Any) -> Any:
+    """By a Function that makes weight gradient and moment together, where that is faster than a tap beside torch's."""
+    plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    if len(args) == 1 and not kwargs and plain:
+        operation = Convolve(numbers_of(module, list(module.padding), list(module.output_padding)))
+        output = instead(module, tap, args[0], "", operation)
+        if output is not None:
+            return output
+    return plain_forward(module, tap, *args, **kwargs)
 
 
 def output_padding(module: _ConvNd, x: Tensor, gradient: Tensor) -> list[int]:
@@ -72,12 +126,16 @@ def geometry_of(module: _ConvNd, x: Tensor, gradient: Tensor) -> tuple[Tensor, d
     elif isinstance(padding, str):  # "same" may be one longer on one side
         x = F.pad(x, module._reversed_padding_repeated_twice)
         padding = [0] * len(module.kernel_size)
-    return x, {
+    return x, numbers_of(module, list(padding), output_padding(module, x, gradient))
+
+
+def numbers_of(module: _ConvNd, padding: list[Any], added: list[int]) -> dict[str, Any]:
+    return {
         "stride": list(module.stride),
-        "padding": list(padding),
+        "padding": padding,
         "dilation": list(module.dilation),
         "transposed": module.transposed,
-        "output_padding": output_padding(module, x, gradient),
+        "output_padding": added,
         "groups": module.groups,
     }
 
@@ -89,6 +147,7 @@ def geometry_of(module: _ConvNd, x: Tensor, gradient: Tensor) -> tuple[Tensor, d
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
+    forward=convolution_forward,
     own_axis=0,
     casts=True,
 )

@@ -14,8 +14,9 @@ from gradwire.layout import in_shape
 from gradwire.moments.check import THRICE, Check
 from gradwire.moments.combined import merge
 from gradwire.moments.estimators import Groups, step
-from gradwire.moments.site import Doubt, Site
-from gradwire.moments.uses import Use, exact_dtype
+from gradwire.moments.site import Doubt, Site, quietly
+from gradwire.moments.together import exact_dtype
+from gradwire.moments.uses import Use
 
 Passes = dict[int, list[Use]]
 
@@ -60,13 +61,16 @@ class Ledger:
         self.name, self.param, self.book = name, param, book
         self.never = never  # why it can never be exact
         self.shared = False  # used more than once in a pass
+        self.tied = False  # held by more than one module
         self.hint = raw or "none of its uses is in a layer known here; gradwire.per_sample(param, x) makes it exact"
         self.estimated = never is not None or raw is not None  # keeps account of micro-batches
         self.dtype = exact_dtype(param)
         self.check = Check(param, self.dtype)
         self.moment = torch.zeros(param.numel(), dtype=self.dtype, device=param.device)
+        self._view: Tensor | None = None
         self.staged: dict[int, Stage] = {}
         self.fresh, self.consumed, self.arrived = True, True, False
+        self.empty = False  # what the moment holds is of the accumulation before, and is written over
         self.committed: dict[int, bool] = {}  # passes in this accumulation -> whether a part was recomputed
         self.overlap = False  # two commits of one pass: they are no groups
         self.last_pass = 0
@@ -81,13 +85,20 @@ class Ledger:
     # ---- staging, from taps in backward
 
     def stage(self, site: Site, use: Use, signed: bool = False) -> None:
-        stage = self.staged.setdefault(current_task(), Stage())
+        stage = self._stage()
         (stage.signed if signed else stage.uses).setdefault(site.passed, []).append(use)
         if site.recomputed:
             stage.recomputed.add(site.passed)
 
     def doubt(self, reason: str) -> None:
-        self.staged.setdefault(current_task(), Stage()).doubt = reason
+        self._stage().doubt = reason
+
+    def _stage(self) -> Stage:
+        task = current_task()
+        found = self.staged.get(task)
+        if found is None:
+            found = self.staged[task] = Stage()
+        return found
 
     # ---- the parameter's hooks
 
@@ -118,26 +129,34 @@ class Ledger:
         self.book.ran_backward = True
         self.backwards += 1
         # create_graph leaves gradients on, and a backward inside autocast would square in bfloat16
-        with torch.no_grad(), torch.autocast(param.device.type, enabled=False):
-            reason = self._commit(self.staged.pop(current_task(), Stage()), param.grad)
-            self._count_groups(param.grad)
+        with quietly(param.device):
+            stage = self.staged.pop(current_task()) if current_task() in self.staged else Stage()
+            reason = self._commit(stage, param.grad)
+            if reason is not None or self.estimated:
+                self._count_groups(param.grad)
+            if self.empty:
+                self._clear()
         self.version = param.grad._version
         self.arrived, self.consumed, self.last_pass = True, False, self.book.passes
         if reason is not None:
             self._doubted(reason)
 
     def _restart(self) -> None:
-        self.moment.zero_()
+        self.empty = True
         self.backwards, self.groups, self.reason = 0, None, None
         self.overlap = False
         self.committed.clear()
 
+    def _clear(self) -> None:
+        self.moment.zero_()
+        self.empty = False
+
     def _commit(self, stage: Stage, gradient: Tensor) -> str | None:
         """Adds what was staged to the moment; the reason when there is nothing exact to add."""
-        doubts = (self.never, stage.doubt, self._overlapping(stage))
-        reason = "; ".join(why for why in doubts if why) or None
-        if reason is None and not stage.uses:
-            reason = self.hint
+        overlapping = self._overlapping(stage)
+        reason = None if stage.uses else self.hint
+        if self.never or stage.doubt or overlapping:
+            reason = "; ".join(why for why in (self.never, stage.doubt, overlapping) if why)
         if reason is None:
             try:
                 self._add(stage.uses, gradient)
@@ -152,7 +171,7 @@ class Ledger:
 
     def _overlapping(self, stage: Stage) -> str | None:
         """A reentrant checkpoint runs a backward of its own: what it and others commit of one pass is not merged."""
-        for passed in stage.uses.keys() | stage.signed.keys():
+        for passed in stage.uses.keys() | stage.signed.keys() if stage.signed else stage.uses:
             recomputed = passed in stage.recomputed
             if passed in self.committed and (recomputed or self.committed[passed]):
                 self.overlap = True
@@ -160,10 +179,12 @@ class Ledger:
         return REENTRANT if self.overlap else None
 
     def _add(self, passes: Passes, gradient: Tensor) -> None:
-        if any(len(uses) > 1 for uses in passes.values()):
-            self.shared = True
-        eps = max(use.eps for uses in passes.values() for use in uses)
-        merged = [merge(uses) for uses in passes.values()]
+        merged = []
+        eps = 0.0
+        for uses in passes.values():
+            self.shared = self.shared or len(uses) > 1
+            eps = max(eps, *[use.eps for use in uses])
+            merged.append(merge(uses))
         self._finish(merged)
         try:
             self.check.after(merged, gradient, eps, self.moment)
@@ -178,13 +199,25 @@ class Ledger:
             self.why = "samples interact in a batch norm" if self.kind != "exact" else ""
 
     def _finish(self, uses: Iterable[Use]) -> None:
-        out = in_shape(self.moment, self.param)
+        out = self.in_place()
         if out.dtype != self.dtype:
             out = torch.zeros_like(self.param, dtype=self.dtype)
         for use in uses:
-            use.accumulate(out)
+            if self.empty and out.dtype == self.moment.dtype:
+                use.write(out)
+                self.empty = False
+            else:
+                use.accumulate(out)
         if out.dtype != self.moment.dtype:
-            in_shape(self.moment, self.param).add_(out)
+            if self.empty:
+                self._clear()
+            self.in_place().add_(out)
+
+    def in_place(self) -> Tensor:
+        """The moment in the parameter's shape and memory order, which may change: to(memory_format=channels_last)."""
+        if self._view is None or self._view.stride() != self.param.stride() or self._view.shape != self.param.shape:
+            self._view = in_shape(self.moment, self.param)
+        return self._view
 
     def _doubted(self, reason: str) -> None:
         self.reason, self.estimated = reason, True
@@ -250,4 +283,4 @@ class Ledger:
                 f"{destination.dtype} of shape {tuple(destination.shape)}"
             )
         destination.copy_(self.moment)
-        self.moment = destination
+        self.moment, self._view = destination, None

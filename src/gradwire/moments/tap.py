@@ -16,8 +16,8 @@ from gradwire.moments.check import widest
 from gradwire.moments.combined import Settled
 from gradwire.moments.ledger import Ledger, current_task
 from gradwire.moments.registry import Layer
-from gradwire.moments.site import Doubt, Mismatch, Site
-from gradwire.moments.uses import Use
+from gradwire.moments.site import Doubt, Mismatch, Pass, Site, quietly
+from gradwire.moments.uses import Landed, Use, norm
 
 if TYPE_CHECKING:
     from gradwire.moments.recorder import Recorder
@@ -26,6 +26,7 @@ ATTRIBUTE = "_gradwire_tap"
 TELLS_EXPORT = torch.__version__ >= "2.12"  # before, is_exporting() is true in every compiled graph
 TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()
 _keys = itertools.count(1)
+NOTHING: Mapping[str, torch.dtype] = types.MappingProxyType({})
 
 
 class Tap:
@@ -46,6 +47,7 @@ class Tap:
         self.ledgers, self.recorder = dict(ledgers), recorder
         self.signed: dict[str, Ledger] = {}  # parameters estimated from this module's outputs, by random signs
         self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
+        self.fitting: dict[tuple[Any, ...], bool] = {}  # of what kinds of input its Function may stand in
         self.positions = False  # an Embedding of which the caller says that it is given positions
         self.mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
         self.input = None if module is None else first_input(module)
@@ -62,39 +64,55 @@ class Tap:
 
     def wanted(self) -> frozenset[str]:
         """The parameters that want a gradient now: freezing may come and go between calls."""
-        return frozenset(name for name, ledger in self.ledgers.items() if ledger.param.requires_grad)
+        return frozenset([name for name, ledger in self.ledgers.items() if ledger.param.requires_grad])
 
-    def site(self) -> Site:
-        now = self.recorder.now()
+    def site(self, now: Pass | None = None, wanted: frozenset[str] | None = None) -> Site:
+        now = self.recorder.now() if now is None else now
         training = self.module is not None and self.module.training
         recomputed = current_task() != -1
-        wanted = self.wanted()
+        wanted = self.wanted() if wanted is None else wanted
         return Site(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed, now.seed)
 
-    def stage(self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> None:
-        """Turns (input, gradient) into uses and stages them with the parameters' ledgers."""
+    def stage(
+        self,
+        part: str,
+        gradient: Tensor,
+        saved: tuple[Tensor, ...],
+        site: Site,
+        asked: Mapping[str, torch.dtype] = NOTHING,
+    ) -> dict[str, Tensor]:
+        """Turns (input, gradient) into uses, stages them with the parameters' ledgers, and makes the asked gradients.
+
+        asked: the dtype of each; one that is missing in the answer is the caller's to make.
+        """
+        made: dict[str, Tensor] = {}
         if not self.live or self.recorder.paused:
-            return
+            return made
         assert self.layer is not None
         self.recorder.enter_task()
         if torch.is_grad_enabled():
             for name in site.wanted:
                 self.ledgers[name].check.ask()
-        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+        with quietly(gradient.device):
             try:
                 if self.mismatch is not None:
                     raise Doubt(self.mismatch)
                 uses = list(self.layer.formulas[part](self.module, gradient, saved, site))
-                eps, norm = widest(tensor.dtype for tensor in (gradient, *saved)), gradient_norm(gradient)
+                eps = widest([gradient.dtype, *[tensor.dtype for tensor in saved]])
+                kept = norm(gradient) if site.compiled else gradient
                 for name, use in uses:
                     if name in site.wanted:
-                        use.eps, use.gradient_norm = eps, norm
+                        use.eps, use.output_gradient = eps, kept
+                        if name in asked:
+                            made[name] = use.gradient(asked[name])
+                            use.landed = Landed(made[name])
                         self.ledgers[name].stage(site, self._settled(name, use) if site.compiled else use)
             except Doubt as doubt:
                 if isinstance(doubt, Mismatch):
                     self.mismatch = str(doubt)
                 for name in site.wanted:
                     self.ledgers[name].doubt(str(doubt))
+        return made
 
     def keeps(self) -> bool:
         """Whether a compiled graph must clone what it hands over: uses that may have to be merged."""
@@ -107,15 +125,8 @@ class Tap:
         out = torch.zeros_like(ledger.param, dtype=ledger.dtype)
         use.accumulate(out)
         settled = Settled(out, use.samples, use.kind, use.along(ledger.check.probe))
-        settled.eps, settled.gradient_norm = use.eps, use.gradient_norm
+        settled.eps, settled.output_gradient = use.eps, use.output_gradient
         return settled
-
-
-def gradient_norm(gradient: Tensor) -> Tensor:
-    """In float32 at least: a half's square underflows."""
-    wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=wide)
-    return norm
 
 
 def first_input(module: nn.Module) -> str:

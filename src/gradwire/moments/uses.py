@@ -6,18 +6,36 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-# Samples are taken together while their gradients fit in so many elements, and never more than half of them: with tiny
-# weights a loop over single samples costs more in calls than in arithmetic. So nothing has batch x weights elements.
-WORKSPACE = 1 << 16
+from gradwire.moments.together import LINEARS, Problem, choose, chunk_of, exact_dtype
 
 
-def exact_dtype(tensor: Tensor) -> torch.dtype:
-    """float64 stays; everything else is squared and summed in float32 (float16 squares underflow)."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+class Landed:
+    """Whether what is in `.grad` is the very gradient that a layer's backward returned, and nobody wrote to it since.
+
+    Sound where it says yes, but for a write through `.data`: the storage is held weakly, so its address is not used
+    again. A reference to the gradient itself would make AccumulateGrad copy it.
+    """
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.storage: Any = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+        self.version = gradient._version
+
+    def __call__(self, held: Tensor) -> bool:
+        if held.layout != torch.strided:
+            return False
+        return held._version == self.version and held.untyped_storage()._cdata == self.storage.cdata
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """In float32 at least: a half's square underflows. A norm's norm is itself."""
+    found: Tensor = torch.linalg.vector_norm(tensor, dtype=exact_dtype(tensor))
+    return found
 
 
 class Use(ABC):
@@ -27,7 +45,9 @@ class Use(ABC):
     kind: str = "exact"
     summed: Tensor | None = None  # total(), where accumulate came by it
     eps: float = 0.0  # of the coarsest tensor it was made of
-    gradient_norm: Tensor | None = None  # of the layer's output
+    output_gradient: Tensor | None = None  # of the layer, or only its norm
+    finished: Tensor | None = None  # sum_b c_b^2, where the layer's backward came by it
+    landed: Landed | None = None  # tells the gradient that the layer's backward returned
 
     @abstractmethod
     def sample(self, index: int) -> Tensor:
@@ -37,6 +57,10 @@ class Use(ABC):
     def total(self) -> Tensor:
         """sum_b c_b: the gradient itself."""
 
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """total(), to be the parameter's gradient; finishes the moment on the way where that costs less than later."""
+        return self.total().to(dtype)
+
     def accumulate(self, out: Tensor) -> None:
         """out += sum_b c_b^2, with buffers of one weight's size."""
         self.summed = torch.zeros_like(out)
@@ -45,6 +69,10 @@ class Use(ABC):
             out.addcmul_(contribution, contribution)
             self.summed += contribution
 
+    def write(self, out: Tensor) -> None:
+        """out = sum_b c_b^2."""
+        self.accumulate(out.zero_())
+
     def along(self, probe: Tensor | None) -> Tensor:
         """total(), as a matrix, times the probe; after accumulate this costs far less than the total."""
         total = self.total() if self.summed is None else self.summed
@@ -52,7 +80,7 @@ class Use(ABC):
 
     def noise(self) -> float:
         """The size of the terms that the total is a sum of: times eps, the rounding in it, however small it is."""
-        return 0.0 if self.gradient_norm is None else float(self.gradient_norm)
+        return 0.0 if self.output_gradient is None else float(norm(self.output_gradient))
 
     def join(self, others: Sequence[Use]) -> Use | None:
         """This use and others of its own class on the same samples, as one; None: sample by sample is the best."""
@@ -87,18 +115,43 @@ class Positions(Use):
         left, right = (float(side.to(self.dtype).norm()) for side in (self.left, self.right))
         return left * right / math.sqrt(max(1, rows))
 
+    def gradient(self, dtype: torch.dtype) -> Tensor:
+        """T = 1: torch's own product, since the moment is one more GEMM, and later goes straight where it belongs."""
+        left, right = self.left, self.right
+        if left.shape[1] == 1 and left.dtype == right.dtype:
+            return (left[:, 0].T @ right[:, 0]).to(dtype)
+        shape = torch.Size((left.shape[2], right.shape[2]))
+        together = choose(LINEARS, Problem(left.device, left.dtype, left.shape[0], left.shape[1], shape))
+        if together is None:
+            return self.total().to(dtype)
+        total, self.finished = together(left, right, dtype)
+        return total
+
     def accumulate(self, out: Tensor) -> None:
         """T = 1: (left*left)^T (right*right), one GEMM; otherwise sample by sample."""
+        if self.finished is not None:
+            out += self.finished
+            return
         if self.left.shape[1] == 1:
             left, right = (side[:, 0].to(self.dtype).square() for side in (self.left, self.right))
             out.addmm_(left.T, right)
             return
-        chunk = max(1, min(WORKSPACE // max(1, out.numel()), self.samples // 2))
+        chunk = chunk_of(self.samples, out.numel(), self.samples)
         if chunk == 1:
             super().accumulate(out)
             return
         for left, right in zip(torch.split(self.left, chunk), torch.split(self.right, chunk), strict=True):
             out += (left.to(self.dtype).transpose(1, 2) @ right.to(self.dtype)).square_().sum(0)
+
+    def write(self, out: Tensor) -> None:
+        """One GEMM needs no zeros to begin with."""
+        if self.finished is not None:
+            out.copy_(self.finished)
+        elif self.left.shape[1] == 1 and self.samples:
+            left, right = (side[:, 0].to(self.dtype).square() for side in (self.left, self.right))
+            torch.addmm(out, left.T, right, beta=0, out=out)
+        else:
+            super().write(out)
 
     def join(self, others: Sequence[Use]) -> Use:
         """Concatenated along T: (sum of uses)^2 with all cross terms."""
@@ -125,6 +178,9 @@ class Direct(Use):
 
     def accumulate(self, out: Tensor) -> None:
         out += self.contributions.square().sum(0)
+
+    def write(self, out: Tensor) -> None:
+        torch.sum(self.contributions.square(), 0, out=out)
 
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Direct))]
