@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.moments import Recorder, folding, together
 
-from .oracle import assert_equal, by_sample, trainable
+from .oracle import assert_equal, by_sample, recorded, trainable
 
 ROUNDING = 2e-6  # float32 sums of at most 64 x 64 terms, relative to the largest element
 
@@ -253,11 +253,12 @@ def test_the_gradient_that_was_returned_is_not_multiplied_again_to_be_checked() 
     recorder.remove()
 
 
-def test_tied_and_foreign_weights_keep_the_tap() -> None:
-    net, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(20, 3, 6)
+def test_tied_weights_have_their_cross_terms() -> None:
+    net, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).double(), torch.randn(20, 3, 6, dtype=torch.float64)
     net[1].weight = net[0].weight
+    assert_equal(recorded(net, lambda: net(x).sum()), by_sample(net, lambda: [net(one[None]).sum() for one in x]))
     recorder = Recorder(net, trainable(net), strict=True)
-    assert type(net(x).grad_fn).__name__ == "WatchBackward"
+    assert type(net(x).grad_fn).__name__ == "InsteadBackward"
     recorder.remove()
 
 

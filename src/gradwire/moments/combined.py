@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.moments.site import Doubt
-from gradwire.moments.uses import Use, norm
+from gradwire.moments.uses import Positions, Rows, Use, by_row, norm, wide_products
 
 
 @dataclass
@@ -94,6 +94,43 @@ class Disjoint(Together):
         return torch.stack([use.along(probe) for use in self.uses]).sum(0)
 
 
+class HeadAndTable(Disjoint):
+    """A matrix that is also a table of rows, an output layer tied to an embedding: c_b = H_b + E_b, [V, D].
+
+        sum_b c_b^2 = sum_b H_b^2 + sum_b E_b^2 + 2 sum_b H_b E_b        H_b = G_b^T X_b
+
+    E_b has a row for each token only, so that of H_b in the last sum those rows suffice: T x T x D products a sample
+    and not T x V x D, and never a matrix of the weight's size for each sample.
+    """
+
+    def __init__(self, head: Positions, table: Rows) -> None:
+        super().__init__([head, table])
+        self.head, self.table = head, table
+
+    def accumulate(self, out: Tensor) -> None:
+        super().accumulate(out)
+        if not self.samples:
+            return
+        # sample by sample: all of them together would be B x T x T
+        pairs = zip(self.table.ids.chunk(self.samples), self.table.values.chunk(self.samples), strict=True)
+        crossed = [self._rows(b, ids) * values for b, (ids, values) in enumerate(pairs)]
+        out += by_row(torch.cat(crossed).mul_(2), self.table.ids, self.table.rows)
+
+    def _rows(self, sample: int, ids: Tensor) -> Tensor:
+        """H_b of the rows that sample b used, [T, D]: one for every token, also for one that came before."""
+        columns = self.head.left[sample].index_select(1, ids)
+        return wide_products(columns[None], self.head.right[sample][None], self.head.dtype)[0]
+
+
+def head_and_table(uses: Sequence[Use]) -> HeadAndTable | None:
+    """A Positions and a Rows of as many entries for every sample, as one."""
+    head = next((use for use in uses if isinstance(use, Positions)), None)
+    table = next((use for use in uses if isinstance(use, Rows)), None)
+    if len(uses) != 2 or head is None or table is None or not table.regular:
+        return None
+    return HeadAndTable(head, table) if head.left.shape[2] == table.rows else None
+
+
 @dataclass
 class Settled(Use):
     """A use finished at once: under torch.compile the buffers it was made of are used again."""
@@ -128,6 +165,6 @@ def merge(uses: Sequence[Use]) -> Use:
         first.sample(0)
     joined = first.join(uses[1:]) if all(type(use) is type(first) for use in uses) else None
     norms = [norm(use.output_gradient) for use in uses if use.output_gradient is not None]
-    joined = joined or Together(uses)
+    joined = joined or head_and_table(uses) or Together(uses)
     joined.output_gradient = torch.stack(norms).sum() if norms else None
     return joined

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,12 +29,16 @@ class Patches(Use):
     gradients: Tensor
     shape: torch.Size
     geometry: dict[str, Any]
+    channels_last: bool = False  # the weight
 
     def __post_init__(self) -> None:
         self.samples = self.x.shape[0]
         self.dtype = exact_dtype(self.x)
-        # only its shape is read: no weight gradient depends on the weight
-        self.weight = torch.empty(self.shape, dtype=self.dtype, device=self.x.device)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """Only its shape is read: no weight gradient depends on the weight."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.x.device)
 
     def _between(self, start: int, stop: int) -> Tensor:
         gradient, x = (tensor[start:stop].to(self.dtype) for tensor in (self.gradients, self.x))
@@ -47,7 +52,7 @@ class Patches(Use):
         together = choose(CONVOLUTIONS, problem)
         if together is None:
             return self.total().to(dtype)
-        total, self.finished = together(self.gradients, self.x, self.shape, self.geometry, dtype)
+        total, self.finished = together(self.gradients, self.x, self.shape, self.geometry, dtype, self.channels_last)
         return total
 
     def accumulate(self, out: Tensor) -> None:
@@ -56,6 +61,12 @@ class Patches(Use):
         else:
             out += self.finished
 
+    def write(self, out: Tensor) -> None:
+        if self.finished is None:
+            super().write(out)
+        else:
+            out.copy_(self.finished)
+
     def sample(self, index: int) -> Tensor:
         return self._between(index, index + 1)
 
@@ -63,8 +74,12 @@ class Patches(Use):
         return self._between(0, self.samples) if self.summed is None else self.summed
 
     def noise(self) -> float:
-        per_output = self.weight.numel() / max(1, self.gradients.shape[1])
+        per_output = self.shape.numel() / max(1, self.gradients.shape[1])
         return super().noise() * float(self.x.norm()) * math.sqrt(per_output / max(1, self.x.numel()))
+
+
+def lies_channels_last(weight: Tensor) -> bool:
+    return weight.ndim == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def problem_of(x: Tensor, shape: torch.Size, geometry: dict[str, Any]) -> Problem:
@@ -159,6 +174,6 @@ def convolution(module: _ConvNd, gradient: Tensor, saved: tuple[Tensor, ...], si
     gradient = site.samples_first(gradient)
     if "weight" in site.wanted:
         x, geometry = geometry_of(module, saved[0], gradient)
-        yield "weight", Patches(x, gradient, module.weight.shape, geometry)
+        yield "weight", Patches(x, gradient, module.weight.shape, geometry, lies_channels_last(module.weight))
     if "bias" in site.wanted:
         yield "bias", Direct(gradient.to(exact_dtype(gradient)).flatten(2).sum(2))

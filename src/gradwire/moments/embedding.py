@@ -58,17 +58,18 @@ def embedding(module: nn.Embedding, gradient: Tensor, saved: tuple[Tensor, ...],
     values = site.positions(gradient)
     owned = site.samples_first(ids).reshape(values.shape[:2])
     owner = torch.arange(owned.shape[0], device=ids.device)[:, None].expand(owned.shape)
-    yield "weight", rows(module, owner.reshape(-1), owned.reshape(-1), values.flatten(0, 1), owned.shape[0])
+    found = rows(module, owner.reshape(-1), owned.reshape(-1), values.flatten(0, 1), owned.shape[0])
+    found.regular = True
+    yield "weight", found
 
 
 def rows(module: Any, owner: Tensor, ids: Tensor, values: Tensor, samples: int) -> Rows:
-    """Values by row, less the padding, and by frequency where the layer scales so."""
+    """Values by row, 0 for the padding, and by frequency where the layer scales so."""
     values = wide(values)
     if module.scale_grad_by_freq:
         values = values / torch.bincount(ids, minlength=module.num_embeddings)[ids][:, None]
     if module.padding_idx is not None:
-        keep = ids != module.padding_idx
-        owner, ids, values = owner[keep], ids[keep], values[keep]
+        values = values.masked_fill((ids == module.padding_idx)[:, None], 0)
     return Rows(owner, ids, values, samples, module.num_embeddings)
 
 

@@ -156,9 +156,9 @@ def fits(
     given: tuple[Tensor, Tensor | None],
     operation: Operation,
 ) -> bool:
-    """Every parameter recorded here and only here, plain tensors of one dtype, samples where they are looked for."""
+    """Every parameter recorded here, plain tensors of one dtype, samples where they are looked for."""
     weight = given[0]
-    if operation.names[0] not in wanted or any(ledger.tied for ledger in tap.ledgers.values()):
+    if operation.names[0] not in wanted:
         return False
     for name, param in zip(operation.names, given, strict=True):
         if param is not None and (param.requires_grad != (name in wanted) or param.dtype != weight.dtype):

@@ -61,7 +61,6 @@ class Ledger:
         self.name, self.param, self.book = name, param, book
         self.never = never  # why it can never be exact
         self.shared = False  # used more than once in a pass
-        self.tied = False  # held by more than one module
         self.hint = raw or "none of its uses is in a layer known here; gradwire.per_sample(param, x) makes it exact"
         self.estimated = never is not None or raw is not None  # keeps account of micro-batches
         self.dtype = exact_dtype(param)

@@ -112,7 +112,7 @@ class Recorder:
                     f"can only be estimated: {never}. Replace the layer, or attach with strict=False"
                 )
             ledger = Ledger(name, param, self, never, raw if held else inventory.RAW.format(kind="module unknown"))
-            ledger.shared = ledger.tied = len(held) > 1
+            ledger.shared = len(held) > 1
             self.ledgers[name] = ledger
             plans.append((ledger, held))
         for ledger, held in plans:

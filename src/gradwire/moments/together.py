@@ -15,9 +15,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from gradwire.moments.fused import chosen
+
 Pair = tuple[Tensor, Tensor]
 Linear = Callable[[Tensor, Tensor, torch.dtype], Pair]
-Convolution = Callable[[Tensor, Tensor, torch.Size, dict[str, Any], torch.dtype], Pair]
+Convolution = Callable[[Tensor, Tensor, torch.Size, dict[str, Any], torch.dtype, bool], Pair]
 Function = TypeVar("Function")
 
 # Samples are taken together while their contributions fit in so many elements, and never more than half of them. 2 MiB
@@ -80,9 +82,16 @@ def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
 
 
 def convolution(
-    gradient: Tensor, x: Tensor, weight_shape: torch.Size, geometry: dict[str, Any], dtype: torch.dtype
+    gradient: Tensor,
+    x: Tensor,
+    weight_shape: torch.Size,
+    geometry: dict[str, Any],
+    dtype: torch.dtype,
+    channels_last: bool,
 ) -> Pair:
     """c_b: the weight gradient of sample b alone; gradient [B, O, *], x [B, I, *]; geometry: aten.convolution's own.
+
+    channels_last: how the weight lies, which a kernel may follow; autograd takes either.
 
     K samples are one convolution of K times as many groups: 1.1 to 1.3 times the plain weight gradient with K = 8 or
     16, where one by one takes 1.35 to 1.8 (EPYC with AVX-512, one thread, 3x3, 32 and 64 channels, B 64).
@@ -121,10 +130,26 @@ def grouped_on_cpu(problem: Problem) -> bool:
     return problem.device.type == "cpu" and problem.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-# The first that serves is taken. A Triton implementation goes in front:
-#   LINEARS.insert(0, Candidate(serves, load)), load importing gradwire.moments.fused
-LINEARS: list[Candidate[Linear]] = [Candidate(on_cpu, lambda: linear)]
-CONVOLUTIONS: list[Candidate[Convolution]] = [Candidate(grouped_on_cpu, lambda: convolution)]
+def fused_linear(problem: Problem) -> bool:
+    return chosen.takes_linear(*problem[:5])
+
+
+def fused_convolution(problem: Problem) -> bool:
+    geometry = problem.geometry
+    return geometry is not None and chosen.takes_convolution(
+        problem.device, problem.dtype, problem.weight_shape, geometry
+    )
+
+
+# The first that serves is taken.
+LINEARS: list[Candidate[Linear]] = [
+    Candidate(fused_linear, lambda: chosen.linear),
+    Candidate(on_cpu, lambda: linear),
+]
+CONVOLUTIONS: list[Candidate[Convolution]] = [
+    Candidate(fused_convolution, lambda: chosen.convolution),
+    Candidate(grouped_on_cpu, lambda: convolution),
+]
 
 
 def choose(candidates: list[Candidate[Function]], problem: Problem) -> Function | None:

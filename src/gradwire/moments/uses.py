@@ -87,6 +87,13 @@ class Use(ABC):
         return None
 
 
+def wide_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left_b^T right_b in `dtype`, [B, R, C]; on a GPU halves are multiplied as they are and summed in float32."""
+    if left.is_cuda and left.dtype == right.dtype != dtype:
+        return torch.bmm(left.transpose(1, 2), right, out_dtype=dtype)
+    return left.to(dtype).transpose(1, 2) @ right.to(dtype)
+
+
 @dataclass
 class Positions(Use):
     """c_b = left_b^T right_b, left [B, T, R], right [B, T, C]: a matrix used at T positions."""
@@ -141,7 +148,7 @@ class Positions(Use):
             super().accumulate(out)
             return
         for left, right in zip(torch.split(self.left, chunk), torch.split(self.right, chunk), strict=True):
-            out += (left.to(self.dtype).transpose(1, 2) @ right.to(self.dtype)).square_().sum(0)
+            out += wide_products(left, right, self.dtype).square_().sum(0)
 
     def write(self, out: Tensor) -> None:
         """One GEMM needs no zeros to begin with."""
@@ -188,6 +195,14 @@ class Direct(Use):
         return Direct(torch.stack([use.contributions for use in uses]).sum(0), kind)
 
 
+def by_row(values: Tensor, ids: Tensor, rows: int) -> Tensor:
+    """[rows, D]: the sum of the values [N, D] of each id, as an embedding's backward makes it: always in one order.
+
+    `index_add_` on a GPU adds in any order, and a resumed run must have the same bits.
+    """
+    return torch.ops.aten.embedding_dense_backward(values, ids, rows, -1, False)  # type: ignore[no-any-return]
+
+
 @dataclass
 class Rows(Use):
     """c_b[row] = sum of the values n with owner[n] = b and ids[n] = row; owner, ids [N], values [N, D]."""
@@ -197,19 +212,17 @@ class Rows(Use):
     values: Tensor
     samples: int
     rows: int
+    regular: bool = False  # every sample has as many entries, one sample after another
 
     def __post_init__(self) -> None:
         self.values = self.values.to(exact_dtype(self.values))
 
     def sample(self, index: int) -> Tensor:
         mine = self.owner == index
-        return self._dense(self.ids[mine], self.values[mine])
+        return by_row(self.values[mine], self.ids[mine], self.rows)
 
     def total(self) -> Tensor:
-        return self._dense(self.ids, self.values)
-
-    def _dense(self, ids: Tensor, values: Tensor) -> Tensor:
-        return values.new_zeros(self.rows, values.shape[-1]).index_add_(0, ids, values)
+        return by_row(self.values, self.ids, self.rows)
 
     def along(self, probe: Tensor | None) -> Tensor:
         if probe is None:
@@ -217,10 +230,15 @@ class Rows(Use):
         return self.values.new_zeros(self.rows).index_add_(0, self.ids, self.values @ probe.to(self.values.dtype))
 
     def accumulate(self, out: Tensor) -> None:
-        """Segment sums over (sample, row), at most N of them, squared: never B x rows x D."""
-        segments, place = torch.unique(self.owner * self.rows + self.ids, return_inverse=True)
-        sums = self.values.new_zeros(segments.numel(), self.values.shape[-1]).index_add_(0, place, self.values)
-        out.index_add_(0, segments % self.rows, sums.square_())
+        """Segment sums over (sample, row), squared: never B x rows x D, and nobody waits for how many there are."""
+        n_values = self.ids.numel()
+        ordered, order = torch.sort(self.owner * self.rows + self.ids)
+        begins = torch.ones_like(ordered)
+        begins[1:] = ordered[1:] != ordered[:-1]
+        segment = torch.empty_like(ordered).scatter_(0, order, begins.cumsum(0) - 1)
+        row = torch.zeros_like(ordered).scatter_(0, segment, self.ids)  # a segment that is not there adds 0 to row 0
+        sums = by_row(self.values, segment, n_values)
+        out += by_row(sums.square_(), row, self.rows)
 
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Rows))]

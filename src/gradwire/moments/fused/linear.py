@@ -142,12 +142,11 @@ def columns_together(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-@torch.library.custom_op("gradwire::linear_grad_moment", mutates_args=())
-def linear_grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """G [B, T, O] or [B, O], X [B, T, I] or [B, I] -> dW [O, I] in dtype, sum_b (G_b^T X_b)^2 [O, I] in float32."""
-    reason = refusal(gradient, x)
-    if reason is not None:
-        raise ValueError(f"linear_grad_moment: {reason}; ask supported(gradient, x) first")
+def grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """G [B, T, O] or [B, O], X [B, T, I] or [B, I] -> dW [O, I] in dtype, sum_b (G_b^T X_b)^2 [O, I] in float32.
+
+    The operator below without torch's own dispatch, which takes the host longer than a small layer takes an H200.
+    """
     if gradient.ndim == 2:
         gradient, x = gradient[:, None], x[:, None]
     if gradient.numel() == 0 or x.numel() == 0:
@@ -156,6 +155,15 @@ def linear_grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple
     gradient, x = columns_together(gradient), columns_together(x)
     samples, positions, outputs = gradient.shape
     return run(gradient, x, dtype, plan_for(Shape(samples, positions, outputs, x.shape[2]), x.dtype, x.device))
+
+
+@torch.library.custom_op("gradwire::linear_grad_moment", mutates_args=())
+def linear_grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`grad_moment` for torch.compile."""
+    reason = refusal(gradient, x)
+    if reason is not None:
+        raise ValueError(f"linear_grad_moment: {reason}; ask supported(gradient, x) first")
+    return grad_moment(gradient, x, dtype)
 
 
 @linear_grad_moment.register_fake
