@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format docs-demo clean
+.PHONY: demo test lint format bench docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -19,6 +19,11 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Minutes on two cores; a GPU's: `python -m benchmarks gpu` where there is one.
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks cpu
+	$(BIN)/python -m benchmarks docs
 
 # Measures the demo again (docs/results/demo.csv) and writes its table into the README.
 docs-demo: $(VENV)/.demo
