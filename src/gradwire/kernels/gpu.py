@@ -14,29 +14,39 @@ from torch import Tensor
 from gradwire.kernels import triton_decode as decoding
 from gradwire.kernels import triton_emit as emitting
 from gradwire.kernels import triton_encode as encoding
+from gradwire.kernels import triton_records as kinds
+from gradwire.kernels import triton_share as sharing
+from gradwire.kernels.gpu_compact import pack, starts_of, unpack
 from gradwire.kernels.interface import GOLDEN, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
-from gradwire.kernels.tiles import Tiles, tiles_of
+from gradwire.kernels.tiles import Tiles, on_device, tiles_of
 from gradwire.layout import Layout
+
+__all__ = ["add", "check", "checksum", "encode", "pack", "unpack"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a kernel is cut. size: places of a tile; group: tiles of a group; lanes: candidates of a tile at a time."""
+    """How a bucket is cut: places of a tile, tiles of a group; warps of a program, registers of a thread."""
 
-    size: int = 4096
-    group: int = 16
-    lanes: int = 32
-    warps: int = 8  # of the pass over all elements
-    few_warps: int = 4  # of those over the candidates
-    most_registers: int | None = None
+    size: int
+    group: int
+    warps: int
+    registers: int | None = None
 
 
-ENCODE = Shape()
-ADD = Shape(size=8192, group=1, lanes=128, warps=8)
-CHECKED, SEARCHED, SUMMED = 2048, 128, 4096  # words, tiles of all ranks, words that one program looks at
+# H200, 2^28 elements, 1 in 100 sent: 1.70 ms; tiles of 4096 take 1.77, of 1024 1.73. With 64 registers a
+# multiprocessor has 32 warps; the compiler would take 64 to 80.
+ENCODE = Shape(size=2048, group=32, warps=8, registers=64)
+ADD = Shape(size=8192, group=1, warps=4)
+# Candidates of a tile looked at together. H200, emit, 1 in 10 sent: 103 us with 32, 156 with 16; 1 in 100: 24 and 18.
+LANES, MANY_LANES, MANY = 16, 32, 64
+ADDED = 128  # words of a rank at a time
 MOST_FOUND = (1 << 31) - (1 << 20)  # positions in the scratch are int32
 SCAN = 1024  # groups that the one program of `scan` looks at together
 CLEARING, CLEARED = 264, 1024  # programs and words at a time of `clear`
+CHECKED, SUMMED = 2048, 4096  # words that one program looks at
+APART = kinds.APART.value
+UNFUSED = {"enable_fp_fusion": False}  # a multiply-add rounds once, the reference twice
 
 
 def encode(
@@ -52,50 +62,49 @@ def encode(
     chunk: int,
     shape: Shape = ENCODE,
 ) -> Selection:
-    """As `reference.encode`: one pass over the bucket, then five short kernels over those that passed."""
-    device = residual.device
-    tiles = tiles_of(layout, device, chunk, shape.size, shape.group)
+    """As `reference.encode`: one pass over the bucket, then short kernels over those that passed."""
+    assert shape.size < 256 * LANES, "a lane counts its candidates of a class in eight bits"
+    tiles = tiles_of(layout, residual.device, chunk, shape.size, shape.group)
     n_words, n_slots = sum(capacity), len(layout)
-    report = _report(n_words, n_slots, tiles.n_chunks, device)
+    report = _report(n_words, n_slots, tiles.n_chunks, residual.device)
     if not tiles.n_tiles:
         return _nothing(report, active)
-    # more than the capacity, because what is below the window takes a place too; a tile takes whole eights
-    room = min(layout.numel, n_words + n_words // 2 + 16 * shape.size) + 8 * tiles.n_tiles
-    room = min(room, MOST_FOUND - n_words)
-    records = _records(tiles, active, rule, [step * GOLDEN, room, *capacity], room, n_words, (residual, variance))
-    state, cut, test, quantum, found, sums, plan = records
+    records = _records(tiles, active, rule, step, capacity, (residual, variance))
+    state, cut, _test, _quantum, found, sums, plan = records
     sizes = {"size": shape.size, "group": shape.group}
-    few = {"num_warps": shape.few_warps, "enable_fp_fusion": False}
-    encoding.stream_kernel[(tiles.n_tiles,)](
-        grad, moment, *records, all_live=active is None, **sizes, num_warps=shape.warps, enable_fp_fusion=False,
-        maxnreg=shape.most_registers,
-    )
-    encoding.classify_kernel[(tiles.n_groups,)](*records, **sizes, lanes=shape.lanes, **few)
-    emitting.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, enable_fp_fusion=False)
-    emitting.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)
-    options = {"feedback": rule.feedback, "lanes": shape.lanes}
-    emitting.emit_kernel[(tiles.n_groups,)](*records, report.words, **options, **sizes, **few)
-    emitting.clear_kernel[(CLEARING,)](report.words, plan, tiles.n_groups, n_words, width=CLEARED)
+    lanes = MANY_LANES if n_words * shape.size > MANY * layout.numel else LANES
+    many = {"num_warps": shape.warps, "maxnreg": shape.registers, **sizes, **UNFUSED}
+    for n_tiles, whole in ((tiles.n_tiles, True), (len(tiles.ragged), False)):
+        inputs = (grad, moment, *records, tiles.ragged)
+        encoding.stream_kernel[(n_tiles,)](*inputs, all_live=active is None, whole=whole, **many)
+    by_group = (tiles.n_groups,)
+    encoding.classify_kernel[by_group](*records, lanes=LANES, **sizes, **UNFUSED)
+    sharing.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, **UNFUSED)
+    sharing.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)
+    for kernel in (emitting.emit_kernel, emitting.emit_cut_kernel):
+        kernel[by_group](*records, report, feedback=rule.feedback, lanes=lanes, **sizes, **UNFUSED)
+    sharing.clear_kernel[(CLEARING,)](report.words, plan, tiles.n_groups, n_words, width=CLEARED)
 
     def undo() -> None:
-        emitting.put_back_kernel[(tiles.n_groups,)](state, cut, found, **sizes, lanes=shape.lanes)
+        emitting.put_back_kernel[by_group](state, cut, found, lanes=lanes, **sizes)
 
     return _selection(report, undo)
 
 
-def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> emitting.Report:
+def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> kinds.Report:
     sizes = (n_words, n_chunks, n_slots * (WINDOW + 1), n_slots, n_slots)
     made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
-    return emitting.Report(*made, torch.empty(1, dtype=torch.uint8, device=device))
+    made.append(torch.empty(1, dtype=torch.uint8, device=device))
+    return kinds.Report(*made)
 
 
-def _selection(report: emitting.Report, undo: Callable[[], None]) -> Selection:
+def _selection(report: kinds.Report, undo: Callable[[], None]) -> Selection:
     words, counts, codes, exponents, passed, finite = report
     codes, finite = codes.view(-1, WINDOW + 1), finite.view(torch.bool).squeeze(0)
     return Selection(words, counts, codes, exponents, passed, finite, undo)
 
 
-def _nothing(report: emitting.Report, active: Tensor | None) -> Selection:
+def _nothing(report: kinds.Report, active: Tensor | None) -> Selection:
     """Of a bucket without elements."""
     for tensor in report:
         tensor.zero_()
@@ -110,9 +119,8 @@ def _records(
     tiles: Tiles,
     active: Tensor | None,
     rule: Rule,
-    numbers: list[int],
-    room: int,
-    n_words: int,
+    step: int,
+    capacity: Sequence[int],
     state: tuple[Tensor, Tensor],
 ) -> tuple[Any, ...]:
     """What all kernels of one encode are given: memory of their own, the geometry and the rule."""
@@ -123,36 +131,41 @@ def _records(
 
     live = tiles.all_live if active is None else active.view(torch.uint8)
     geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin, tiles.first_of_slot)
-    cut = encoding.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
-    n_found = room if room >= tiles.numel else room + n_words  # the reserve is for spilled tiles
+    cut = kinds.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
+    room, n_found = _room(tiles, sum(capacity))
     lists = (empty(n_found, torch.int16), empty(n_found, torch.float32), empty(n_found, torch.float32))
-    found = encoding.Found(*lists, empty(n_tiles), empty(n_tiles))
-    zeros = torch.zeros(3 + (9 * n_slots + 1) // 2, dtype=torch.int64, device=device)
-    small = zeros[3:].view(torch.int32)
-    sums = encoding.Sums(zeros[:2], zeros[2:3].view(torch.int32), small[:n_slots], small[n_slots:])
-    lists = (empty(4 * n_slots), empty(8 * n_tiles), empty(8 * n_groups), empty(n_groups), empty(n_groups + 1))
-    plan = encoding.Plan(on_device(numbers, device), *lists)
-    return encoding.State(*state), cut, _test(rule), _quantum(rule), found, sums, plan
+    found = kinds.Found(*lists, empty(n_tiles), empty(n_tiles), empty(n_tiles))
+    zeros = torch.zeros(APART + (APART + 4) * n_slots, dtype=torch.int64, device=device)
+    tops, asked, totals = (zeros[APART:].view(torch.int32)[APART * n_slots * i :] for i in range(3))
+    sums = kinds.Sums(zeros[:2], zeros[2:3].view(torch.int32), tops, asked, totals)
+    numbers = on_device([step * GOLDEN, room, *capacity], device)
+    sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups)
+    plan = kinds.Plan(numbers, *(empty(size) for size in sizes))
+    return kinds.State(*state), cut, _test(rule), _quantum(rule), found, sums, plan
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int64 [n]. From pinned memory: a copy from any other would wait for the device."""
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:
+    """Candidates that the scratch has room for, and its length: with a reserve for the sent elements of spilled tiles.
+
+    Half as many again as can be sent, because some are below the window or without room; a tile takes whole eights.
+    """
+    most = tiles.numel + 8 * tiles.n_tiles
+    room = min(most, n_words + n_words // 2 + 16 * tiles.size + 8 * tiles.n_tiles, MOST_FOUND - n_words)
+    return room, room if room == most else room + n_words
 
 
-def _test(rule: Rule) -> encoding.Test:
+def _test(rule: Rule) -> kinds.Test:
     least, floor = np.float32(SMALLEST), np.float32(rule.floor)
     if rule.tau is not None:  # |r| > tau
         least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
-    return encoding.Test(*(float(np.float32(number)) for number in (rule.alpha, rule.zeta, least, floor * floor)))
+    return kinds.Test(*(float(np.float32(number)) for number in (rule.alpha, rule.zeta, least, floor * floor)))
 
 
-def _quantum(rule: Rule) -> encoding.Quantum:
+def _quantum(rule: Rule) -> kinds.Quantum:
     tau = np.float32(rule.tau or 0)
     constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None)
-    numbers = (float(tau), int(tau.view(np.int32) >> 23), float(tau * tau))
-    return encoding.Quantum(*(tl.constexpr(constant) for constant in constants), *numbers)
+    half, unbiased, hybrid = (tl.constexpr(constant) for constant in constants)
+    return kinds.Quantum(half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau))
 
 
 def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
@@ -183,19 +196,13 @@ def add(
     if not tiles.n_tiles:
         return
     n_ranks, counts, exponents = len(words), counts.contiguous(), exponents.contiguous()
-    starts = torch.empty(tiles.n_tiles + 1, n_ranks, dtype=torch.int32, device=out.device)
-    numbers = (n_ranks, tiles.n_tiles, counts.shape[1], chunk, words.shape[1].bit_length())
     ranks = 1 << (n_ranks - 1).bit_length()
-    width = max(1, SEARCHED // ranks)
-    decoding.starts_kernel[(tiles.n_tiles // width + 1,)](
-        words, words.stride(0), counts, tiles.base, tiles.low, tiles.origin, starts, *numbers,
-        group=shape.group, width=width, ranks=ranks, num_warps=4,
-    )  # fmt: skip
+    starts = starts_of(words, counts, tiles.base, tiles.low, tiles.origin, chunk)
     geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin)
     values = (float(np.float32(rule.tau or 0)), 1 / n_ranks, n_ranks, tiles.n_slots)
     decoding.add_kernel[(tiles.n_tiles,)](
         words, words.stride(0), starts, exponents, *geometry, out, *values, hybrid=rule.tau is not None,
-        size=shape.size, group=shape.group, lanes=shape.lanes, num_warps=shape.warps, enable_fp_fusion=False,
+        size=shape.size, group=shape.group, lanes=ADDED, ranks=ranks, num_warps=shape.warps, **UNFUSED,
     )  # fmt: skip
 
 

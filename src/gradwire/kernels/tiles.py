@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class Tiles:
             return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(dtype).to(device)
 
         self.base, self.low, self.high = put(bases, torch.int64), put(lows, torch.int32), put(highs, torch.int32)
+        self.ragged = put(np.flatnonzero(highs - lows < size), torch.int32)
         self.slot, self.origin = put(slot, torch.int32), put(piece_chunk * chunk, torch.int64)  # [G]
         self.n_chunks = max(1, -(-layout.numel // chunk))
         self.first_of_slot = put(np.searchsorted(slot, np.arange(len(layout) + 1)), torch.int32)
@@ -64,3 +65,9 @@ def _pieces(layout: Layout, chunk: int) -> Iterator[tuple[int, int, int, int]]:
 def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> Tiles:
     """Kept, because every step asks for it: a few bytes for some thousand elements."""
     return Tiles(layout, device, chunk, size, group)
+
+
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int64 [n]. From pinned memory: a copy from any other would wait for the device."""
+    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,278 @@
+"""The Triton kernels against the reference, bit for bit: in Triton's interpreter, and on a GPU where there is one.
+
+The interpreter is chosen when Triton is imported, so every case runs in a process of its own: this file, as a script.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire.kernels import CHUNK, Rule, Selection, reference
+from gradwire.layout import Layout
+from gradwire.wire.compact_blocks import Blocks
+
+RULES = {
+    "basic": Rule(1.0, 0.999, None, 0.0, False, "paper"),
+    "unbiased": Rule(1.5, 0.9, None, 0.0, True, "unbiased"),
+    "hybrid": Rule(2.0, 0.9, 0.1, 0.0, False, "paper"),
+    "floor": Rule(1.0, 0.99, None, 0.5, True, "paper"),
+}
+SIZES = [33, 1, 0, 1500, 31]
+RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
+
+
+def kernels() -> Any:
+    from gradwire.kernels import gpu
+
+    return gpu
+
+
+def shape(tile: int) -> dict[str, Any]:
+    """Small tiles in the interpreter, so that a small bucket has several groups; those in use on a GPU."""
+    gpu = kernels()
+    return {} if torch.cuda.is_available() else {"shape": gpu.Shape(size=tile, group=4, warps=4)}
+
+
+def layout_of(sizes: list[int]) -> Layout:
+    return Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(sizes))
+
+
+def draw(layout: Layout, seed: int, device: str) -> tuple[Tensor, Tensor]:
+    """Sizes over many binades, of both signs, with noise that lets half of them pass."""
+    generator = torch.Generator().manual_seed(seed)
+    one, two, three = (torch.rand(layout.numel, generator=generator) for _ in range(3))
+    grad = (one - 0.5) * (two * 9).exp()
+    return grad.to(device), (grad.square() * three * 2).to(device)
+
+
+def same(left: Selection, right: Selection) -> None:
+    for name in RESULTS:
+        one, two = getattr(left, name), getattr(right, name)
+        assert one.dtype == two.dtype, name
+        assert torch.equal(one, two), name
+
+
+def run(
+    device: str,
+    rule: Rule,
+    sizes: list[int],
+    share: float,
+    chunk: int = CHUNK,
+    steps: int = 2,
+    active: list[bool] | None = None,
+    tile: int = 256,
+    spoil: Callable[[Tensor, Tensor], None] = lambda grad, moment: None,
+) -> Selection:
+    """Several steps of both; after every step all results, r and v are equal, and after the last one's undo."""
+    layout = layout_of(sizes)
+    capacity = tuple(int(share * size) for size in sizes)
+    live = None if active is None else torch.tensor(active, device=device)
+    left, right = ([torch.zeros(layout.numel, device=device) for _ in range(2)] for _ in range(2))
+    for step in range(steps):
+        grad, moment = draw(layout, step, device)
+        spoil(grad, moment)
+        common = (live, layout, rule, capacity, step, chunk)
+        one = reference.encode(grad, moment, *left, *common)
+        two = kernels().encode(grad, moment, *right, *common, **shape(tile))
+        same(one, two)
+        assert all(map(torch.equal, left, right)), step
+    one.undo()
+    two.undo()
+    assert all(map(torch.equal, left, right))
+    return two
+
+
+def check_rule(device: str, name: str) -> None:
+    rule = RULES[name]
+    free, short, none = (run(device, rule, SIZES, share, chunk=700) for share in (1.0, 0.1, 0.0))
+    assert int(free.counts.sum()) > int(short.counts.sum()) > 0 == int(none.counts.sum())
+
+
+def check_spills(device: str, name: str) -> None:
+    """More passes than the scratch has room for: here 600 of it, so that most tiles are spilled."""
+    gpu = kernels()
+    before, gpu._room = gpu._room, lambda tiles, n_words: (600, 600 + n_words)
+    try:
+        sizes = [3000, 777] if device == "cpu" else [3_000_000, 777]
+        found = run(device, RULES[name], sizes, 0.1, chunk=2000)
+    finally:
+        gpu._room = before
+    assert int(found.passed.sum()) > 600
+    assert int(found.counts.sum()) > 100
+
+
+def check_sizes(device: str) -> None:
+    for size in (0, 1, 31, 33):
+        run(device, RULES["basic"], [size], 0.7)
+    run(device, RULES["basic"], [65537], 0.1, steps=1, tile=2048)
+
+
+def check_edges(device: str) -> None:
+    """Denormals, numbers that are not finite, tensors without a gradient, everything passing, nothing passing."""
+
+    def spoil(grad: Tensor, moment: Tensor) -> None:
+        grad[40:60], moment[40:60] = 1e-39, 0
+        grad[70], grad[71], moment[72], moment[73] = float("inf"), float("nan"), float("inf"), float("-inf")
+
+    bad = run(device, RULES["basic"], SIZES, 0.5, spoil=spoil)
+    assert not bad.finite
+    active = run(device, RULES["basic"], SIZES, 0.5, active=[True, False, True, True, False])
+    assert active.passed.tolist()[1] == -1
+    everything = run(device, RULES["floor"], [600], 1.0, spoil=lambda grad, moment: (grad.fill_(-3), moment.zero_()))
+    assert int(everything.counts.sum()) == 600
+    nothing = run(device, RULES["basic"], [600], 1.0, spoil=lambda grad, moment: moment.fill_(float("1e30")))
+    assert int(nothing.counts.sum()) == 0
+
+
+def messages(
+    device: str, rule: Rule, sizes: list[int], share: float, ranks: int, chunk: int
+) -> tuple[Layout, tuple[int, ...], list[Selection]]:
+    layout, found = layout_of(sizes), []
+    capacity = tuple(int(share * size) for size in sizes)
+    for rank in range(ranks):
+        state = [torch.zeros(layout.numel, device=device) for _ in range(2)]
+        found.append(reference.encode(*draw(layout, rank, device), *state, None, layout, rule, capacity, rank, chunk))
+    return layout, capacity, found
+
+
+def check_add(device: str) -> None:
+    """1, 2 and 4 ranks are summed in any order, 3 in their order, and so is everything with tau."""
+    for name, ranks, chunk in (("basic", 1, CHUNK), ("basic", 4, 700), ("unbiased", 3, 700), ("hybrid", 2, CHUNK)):
+        layout, capacity, found = messages(device, RULES[name], SIZES, 0.5, ranks, chunk)
+        inside = torch.zeros(ranks, sum(capacity) + 7, dtype=torch.int32, device=device)
+        words = inside[:, 5 : 5 + sum(capacity)]  # as in a message: other strides, nothing aligned
+        words.copy_(torch.stack([one.words for one in found]))
+        counts, exponents = (torch.stack([getattr(one, field) for one in found]) for field in ("counts", "exponents"))
+        out = [torch.full((layout.numel,), 9.0, device=device) for _ in range(2)]
+        for kernel, target in zip((reference, kernels()), out, strict=True):
+            kernel.add(words, counts, exponents, layout, RULES[name], chunk, target)
+        assert torch.equal(*out)
+        assert torch.equal(reference.checksum(inside), kernels().checksum(inside))
+        assert torch.equal(reference.checksum(inside[0]), kernels().checksum(inside[0]))
+
+
+def check_check(device: str) -> None:
+    layout, _, found = messages(device, RULES["basic"], SIZES, 0.5, 2, CHUNK)
+    fields = ("words", "counts", "exponents")
+    words, counts, exponents = (torch.stack([getattr(one, field) for one in found]) for field in fields)
+    damages: list[Callable[[Tensor, Tensor], object]] = [
+        lambda words, exponents: None,
+        lambda words, exponents: words[0, 40].fill_(0x0FFFFFFF),
+        lambda words, exponents: words[1, 50].copy_(words[1, 49]),
+        lambda words, exponents: words[0, :2].copy_(words[0, :2].flip(0)),
+        lambda words, exponents: exponents[1].fill_(-122),
+        lambda words, exponents: exponents[0, 3].fill_(-128),
+    ]
+    seen = []
+    for damage in damages:
+        pair = words.clone(), exponents.clone()
+        damage(*pair)
+        results = [k.check(pair[0], counts, pair[1], layout, RULES["basic"], CHUNK) for k in (reference, kernels())]
+        assert torch.equal(*results)
+        seen.append(bool(results[1].any()))
+    assert seen == [False, True, True, True, True, True]
+
+
+def check_compact(device: str, name: str) -> None:
+    """Same bytes; back to the same words; bodies that are broken anywhere are refused by both, or read alike."""
+    for share, chunk in ((0.05, CHUNK), (0.4, 700)):
+        layout, capacity, found = messages(device, RULES[name], SIZES, share, 2, chunk)
+        blocks = Blocks.of(layout, capacity, name == "hybrid")
+        packed = []
+        for one in found:
+            inputs = (one.words, one.counts, one.codes, blocks, chunk)
+            wanted, got = reference.pack(*inputs), kernels().pack(*inputs)
+            assert all(map(torch.equal, wanted, got))
+            packed.append(got)
+        orders, bodies = (torch.stack(parts) for parts in zip(*packed, strict=True))
+        assert not unpacked_alike(orders, bodies, blocks, chunk)
+        generator = torch.Generator().manual_seed(3)
+        n_refused = 0
+        for trial in range(6):
+            broken = bodies.clone()
+            noise = torch.randint(-(1 << 31), (1 << 31) - 1, bodies[0].shape, generator=generator).int().to(device)
+            if trial == 0:
+                broken[0] = noise
+            elif trial == 1:
+                broken[0, blocks.count :] = noise[blocks.count :]
+            else:
+                broken[0, int(noise[0]) % len(noise)] ^= 1 << (int(noise[1]) % 31)
+            n_refused += unpacked_alike(orders, broken, blocks, chunk)
+        assert n_refused >= 3
+        assert unpacked_alike(orders ^ 1, bodies, blocks, chunk)
+
+
+def unpacked_alike(orders: Tensor, bodies: Tensor, blocks: Blocks, chunk: int) -> bool:
+    """Whether both refuse rank 0; what they read is the same."""
+    sound = torch.ones(len(bodies), dtype=torch.bool, device=bodies.device)
+    wanted, got = (kernel.unpack(orders, bodies, sound, blocks, chunk) for kernel in (reference, kernels()))
+    assert torch.equal(wanted[1], got[1])
+    assert torch.equal(wanted[2], got[2])
+    for rank, count in enumerate(wanted[1].sum(1).tolist()):
+        assert torch.equal(wanted[0][rank, :count], got[0][rank, :count])
+    return bool(got[2][0])
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    **{f"rule {name}": lambda device, name=name: check_rule(device, name) for name in RULES},
+    **{f"spills {name}": lambda device, name=name: check_spills(device, name) for name in ("unbiased", "hybrid")},
+    "sizes": check_sizes,
+    "edges": check_edges,
+    "add": check_add,
+    "check": check_check,
+    **{f"compact {name}": lambda device, name=name: check_compact(device, name) for name in ("basic", "hybrid")},
+}
+
+
+def mend_interpreter() -> None:
+    """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+
+    interpreter._patch_lang_tensor = patched
+
+
+def interpreted(case: str) -> None:
+    mend_interpreter()
+    from gradwire.kernels import gpu, gpu_compact
+
+    gpu.CHECKED = gpu_compact.SMALL = 64  # so that a small message has several parts
+    gpu_compact.SEARCHED, gpu_compact.PACKED, gpu_compact.UNPACKED = 32, 64, 128
+    CASES[case]("cpu")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted(case: str) -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, case],
+        env=os.environ
+        | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_on_gpu(case: str) -> None:
+    CASES[case]("cuda")
+
+
+if __name__ == "__main__":
+    interpreted(sys.argv[1])
