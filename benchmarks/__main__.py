@@ -73,7 +73,7 @@ def run(suite: str, only: list[str], out: Path) -> None:
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: {suite} has {', '.join(SUITES[suite])}")
     kept = [row for row in _old(out) if row["benchmark"] not in names]
-    origin = provenance() | {"command": f"python -m benchmarks {' '.join(sys.argv[1:])}"}
+    origin = provenance() | {"command": " ".join(["python -m benchmarks", suite, *only])}
     if torch.cuda.is_available():
         origin["hardware"] = torch.cuda.get_device_name()
     rows = [row | origin for row in measured_rows(names)]

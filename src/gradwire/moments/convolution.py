@@ -16,6 +16,7 @@ from torch.nn.modules.conv import _ConvNd
 from gradwire.moments.instead import instead
 from gradwire.moments.registry import Uses, register
 from gradwire.moments.site import Doubt, Site
+from gradwire.moments.sums import position_sums
 from gradwire.moments.tap import Tap, plain_forward
 from gradwire.moments.together import CONVOLUTIONS, Problem, choose, exact_dtype
 from gradwire.moments.uses import Direct, Use
@@ -176,4 +177,4 @@ def convolution(module: _ConvNd, gradient: Tensor, saved: tuple[Tensor, ...], si
         x, geometry = geometry_of(module, saved[0], gradient)
         yield "weight", Patches(x, gradient, module.weight.shape, geometry, lies_channels_last(module.weight))
     if "bias" in site.wanted:
-        yield "bias", Direct(gradient.to(exact_dtype(gradient)).flatten(2).sum(2))
+        yield "bias", Direct(position_sums(gradient, range(2, gradient.ndim)))

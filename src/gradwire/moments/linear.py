@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gradwire.moments.instead import instead
 from gradwire.moments.registry import Uses, register
 from gradwire.moments.site import Site
+from gradwire.moments.sums import position_sums
 from gradwire.moments.tap import Tap, plain_forward
 from gradwire.moments.together import LINEARS, Problem, choose, exact_dtype
 from gradwire.moments.uses import Direct, Positions
@@ -66,7 +67,8 @@ def linear(module: nn.Module, gradient: Tensor, saved: tuple[Tensor, ...], site:
     if "weight" in site.wanted:
         yield "weight", Positions(site.positions(gradient), site.positions(saved[0]))
     if "bias" in site.wanted:
-        yield "bias", Direct(site.sums(wide(gradient), features=1))
+        moved = site.samples_first(gradient, features=1)
+        yield "bias", Direct(position_sums(moved, range(1, moved.ndim - 1)))
 
 
 @register("transformers.pytorch_utils.Conv1D", forward=turned_forward, casts=True)
@@ -75,4 +77,5 @@ def transposed_linear(module: nn.Module, gradient: Tensor, saved: tuple[Tensor, 
     if "weight" in site.wanted:
         yield "weight", Positions(site.positions(saved[0]), site.positions(gradient))
     if "bias" in site.wanted:
-        yield "bias", Direct(site.sums(wide(gradient), features=1))
+        moved = site.samples_first(gradient, features=1)
+        yield "bias", Direct(position_sums(moved, range(1, moved.ndim - 1)))

@@ -2,51 +2,46 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from gradwire.moments.linear import wide
 from gradwire.moments.registry import Uses, register
 from gradwire.moments.site import Doubt, Site
+from gradwire.moments.sums import channel_sums, normalized_sums, position_sums
+from gradwire.moments.together import exact_dtype
 from gradwire.moments.uses import Direct
 
-
-def by_channel(tensor: Tensor) -> Tensor:
-    """[B, C, *] -> [B, C]."""
-    return tensor.flatten(2).sum(2) if tensor.ndim > 2 else tensor
+Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
 
 
-def batched(gradient: Tensor, site: Site, dims: int | None = None) -> Tensor:
-    """[B, C, *] as it is; doubts where the layer was given a single sample without a batch axis."""
-    if dims is not None and gradient.ndim != dims:
-        raise Doubt(f"its input has {gradient.ndim} dims and no batch axis; {dims} with one")
-    return wide(site.samples_first(gradient, features=1))
+def rows_of(tensor: Tensor, site: Site, shape: torch.Size) -> Tensor:
+    """[.., B, .., *shape] -> [B, T, D]."""
+    moved = site.samples_first(tensor, features=len(shape))
+    return moved.reshape(moved.shape[0], prod(moved.shape[1 : moved.ndim - len(shape)]), prod(shape))
 
 
-def scaled(gradient: Tensor, normalized: Tensor, site: Site, kind: str = "exact") -> Uses:
-    """weight: c_b = sum_t G xhat; bias: c_b = sum_t G; both [B, C, *]."""
-    if "weight" in site.wanted:
-        yield "weight", Direct(by_channel(gradient * normalized), kind)
-    if "bias" in site.wanted:
-        yield "bias", Direct(by_channel(gradient), kind)
+def by_feature(
+    gradient: Tensor, saved: tuple[Tensor, ...], site: Site, shape: torch.Size, eps: float, centered: bool
+) -> Uses:
+    """weight: c_b = sum_t G xhat; bias: c_b = sum_t G; xhat: rows of `shape`, normalized."""
+    gradient = rows_of(gradient, site, shape)
+    weighted = "weight" in site.wanted
+    x = rows_of(saved[0], site, shape) if weighted else gradient
+    weight, bias = normalized_sums(gradient, x, eps, centered, weighted, "bias" in site.wanted)
+    for name, found in (("weight", weight), ("bias", bias)):
+        if found is not None:
+            yield name, Direct(found.reshape(found.shape[0], *shape))
 
 
 @register(nn.LayerNorm, nn.RMSNorm)
 def layer_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
-    """weight: c_b = sum_t G xhat; bias: c_b = sum_t G. G [.., B, .., *normalized_shape]."""
-    shape = list(module.normalized_shape)
-    gradient = wide(gradient)
-    if "weight" in site.wanted:
-        x = wide(saved[0])
-        if isinstance(module, nn.LayerNorm):
-            normalized = F.layer_norm(x, shape, eps=module.eps)
-        else:
-            normalized = F.rms_norm(x, shape, eps=module.eps)
-        yield "weight", Direct(site.sums(gradient * normalized, features=len(shape)))
-    if "bias" in site.wanted:
-        yield "bias", Direct(site.sums(gradient, features=len(shape)))
+    """G [.., B, .., *normalized_shape]. Without an eps RMSNorm has that of the dtype it computes in."""
+    eps = torch.finfo(exact_dtype(gradient)).eps if module.eps is None else module.eps
+    return by_feature(gradient, saved, site, module.normalized_shape, eps, isinstance(module, nn.LayerNorm))
 
 
 @register(
@@ -64,48 +59,52 @@ def layer_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: S
 )
 def transformers_rms_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
     """As RMSNorm, in float32 whatever comes in; known by name, so that transformers need not be imported."""
-    normalized = F.rms_norm(saved[0].float(), list(module.weight.shape), eps=module.variance_epsilon)
-    yield "weight", Direct(site.sums(wide(gradient) * normalized, features=1))
+    saved = tuple(x.float() if x.dtype == torch.float64 else x for x in saved)
+    return by_feature(gradient, saved, site, module.weight.shape, module.variance_epsilon, centered=False)
+
+
+def by_channel(
+    gradient: Tensor,
+    saved: tuple[Tensor, ...],
+    site: Site,
+    eps: float,
+    groups: int,
+    given: Statistics | None = None,
+    kind: str = "exact",
+) -> Uses:
+    """weight: c_b = sum_t G xhat; bias: c_b = sum_t G; G, x [B, C, *]; groups, given: as channel_sums has them."""
+    gradient = site.samples_first(gradient, features=1)
+    if "weight" in site.wanted:
+        weight, bias = channel_sums(gradient, saved[0], eps, groups, given)
+        yield "weight", Direct(weight, kind)
+    else:
+        bias = position_sums(gradient, range(2, gradient.ndim))
+    if "bias" in site.wanted:
+        yield "bias", Direct(bias, kind)
 
 
 @register(nn.GroupNorm, own_axis=0)
 def group_norm(module: nn.GroupNorm, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
-    gradient = batched(gradient, site)
-    normalized = F.group_norm(wide(saved[0]), module.num_groups, eps=module.eps) if saved else gradient
-    return scaled(gradient, normalized, site)
+    return by_channel(gradient, saved, site, module.eps, module.num_groups)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, own_axis=0)
 def instance_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
-    gradient = batched(gradient, site, module._get_no_batch_dim() + 1)
+    """Every channel of a sample is a group of its own."""
+    dims = module._get_no_batch_dim() + 1
+    if gradient.ndim != dims:
+        raise Doubt(f"its input has {gradient.ndim} dims and no batch axis; {dims} with one")
     own = site.training or not module.track_running_stats
-    if not saved:
-        normalized = gradient
-    elif own:
-        normalized = F.instance_norm(wide(saved[0]), eps=module.eps)
-    else:
-        normalized = with_running_statistics(module, saved[0])
-    return scaled(gradient, normalized, site)
+    given = None if own else (module.running_mean, module.running_var)
+    return by_channel(gradient, saved, site, module.eps, module.num_features, given)
 
 
 @register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, own_axis=0)
 def batch_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
     """By activation index: what flows back through sample b's activations, xhat being the batch's."""
-    gradient = batched(gradient, site)
     own = site.training or module.running_mean is None
-    if not saved:
-        normalized = gradient
-    elif own:
-        normalized = F.batch_norm(wide(saved[0]), None, None, training=True, eps=module.eps)
-    else:
-        normalized = with_running_statistics(module, saved[0])
-    return scaled(gradient, normalized, site, "by activation" if own else "exact")
-
-
-def with_running_statistics(module: Any, x: Tensor) -> Tensor:
-    """(x - running mean) / sqrt(running variance + eps), [B, C, *]."""
-    mean, variance = (wide(stat) for stat in (module.running_mean, module.running_var))
-    return F.batch_norm(wide(x), mean, variance, training=False, eps=module.eps)
+    given = None if own else (module.running_mean, module.running_var)
+    return by_channel(gradient, saved, site, module.eps, 0, given, "by activation" if own else "exact")
 
 
 @register(nn.PReLU)
@@ -117,6 +116,6 @@ def prelu(module: nn.PReLU, gradient: Tensor, saved: tuple[Tensor, ...], site: S
     if module.num_parameters == 1:
         yield "weight", Direct(product.flatten(1).sum(1, keepdim=True) if product.ndim > 1 else product[:, None])
     elif product.ndim > 1:
-        yield "weight", Direct(by_channel(product))
+        yield "weight", Direct(position_sums(product, range(2, product.ndim)))
     else:
         raise Doubt("its input has no channel axis beside the batch")
