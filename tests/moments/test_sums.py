@@ -85,8 +85,8 @@ def check_channels(gradient: Tensor, x: Tensor) -> None:
     for groups, statistics in ((0, None), (2, None), (channels, None), (0, running)):
         found = channel_sums(gradient, x, EPS, groups, statistics)
         agree(found, channel_truth(gradient, x, groups, statistics), gradient)
-        again = channel_sums(gradient, x, EPS, groups, statistics)
-        assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
+    found, again = channel_sums(gradient, x, EPS), channel_sums(gradient, x, EPS)
+    assert all(torch.equal(one, two) for one, two in zip(found, again, strict=True))
 
 
 def check_layouts(dtype: torch.dtype, device: str) -> None:
@@ -123,13 +123,13 @@ def test_layouts() -> None:
         check_layouts(dtype, "cpu")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shape=st.tuples(st.integers(1, 5), st.integers(1, 20), st.integers(1, 70)))
 def test_drawn_rows(shape: tuple[int, ...]) -> None:
     check_rows(*operands(shape))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(shape=st.tuples(st.integers(2, 5), st.sampled_from([2, 4, 34]), st.integers(2, 40)), last=st.booleans())
 def test_drawn_channels(shape: tuple[int, ...], last: bool) -> None:
     gradient, x = operands(shape)
@@ -222,13 +222,13 @@ def interpreted() -> None:
 
     mend_interpreter()
     sums._load = lambda kind: fused  # type: ignore[assignment, return-value]
-    for shape in (*ROWS, (2, 40, 600)):
+    for shape in (*ROWS[:3], (2, 40, 600)):
         check_rows(*operands(shape))
-    for shape in (*CHANNELS, (2, 4, 1100), (35, 20, 3)):
+    for shape in (*CHANNELS[:2], (2, 4, 1100), (35, 20, 3)):  # several parts, several blocks of samples
         check_channels(*operands(shape))
     for dtype in HALVES[1:]:
         check_rows(*operands(ROWS[0], dtype))
-        check_channels(*operands(CHANNELS[0], dtype))
+        check_channels(*operands(CHANNELS[1], dtype))
     check_layouts(torch.float32, "cpu")
     test_an_input_far_from_zero()
 
