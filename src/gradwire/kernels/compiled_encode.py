@@ -13,9 +13,9 @@ from numba import njit
 
 Array = np.ndarray[Any, Any]
 
-TILE = 2048  # elements that stay in the first-level cache between the pass that decides and the one that collects
+TILE = 8192  # elements that stay in the cache between the pass that decides and the one that collects
+PASSES, BAD = 1, 2
 LARGEST = np.float32(3.4028234663852886e38)
-INFINITE, MAGNITUDE = np.int32(0x7F800000), np.int32(0x7FFFFFFF)
 ZERO = np.float32(0)
 DROPPED = 255  # a candidate that is not sent: below the window, or without room
 
@@ -23,57 +23,41 @@ compiled = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
 
 
 @compiled
-def sum_tile(r: Array, g: Array, v: Array, m: Array, residual: Array, variance: Array) -> np.int32:
-    """residual = r + g, variance = v + m, of one tile; not 0 if one of them is not finite."""
-    for i in range(r.size):
-        residual[i], variance[i] = r[i] + g[i], v[i] + m[i]
-    residual_bits, variance_bits, bad = residual.view(np.int32), variance.view(np.int32), np.int32(0)
-    for i in range(r.size):
-        bad |= np.int32((residual_bits[i] & INFINITE) == INFINITE) | np.int32((variance_bits[i] & INFINITE) == INFINITE)
-    return bad
-
-
-@compiled
-def mend_tile(r: Array, v: Array, residual: Array, variance: Array) -> None:
-    """A bad value adds nothing to its own element."""
-    for i in range(r.size):
-        if not (abs(residual[i]) <= LARGEST and abs(variance[i]) <= LARGEST):
-            residual[i], variance[i] = r[i], v[i]
-
-
-@compiled
 def decide_tile(
     r: Array,
     v: Array,
-    residual: Array,
-    variance: Array,
-    passing: Array,
+    g: Array,
+    m: Array,
+    flags: Array,
     alpha: np.float32,
     zeta: np.float32,
     least: np.float32,
     floor_square: np.float32,
-) -> np.int32:
-    """r = v = 0 for those that pass, v decayed for the others; the bits of the largest that passes."""
-    bits, top = residual.view(np.int32), np.int32(0)
+) -> None:
+    """r += g, v += m, and v decays where the element does not pass; flags: PASSES, BAD, or 0.
+
+    A bad value adds nothing. No sum, no maximum, no branch: so the loop is vectorized whole.
+    """
     for i in range(r.size):
-        a, b = residual[i], variance[i]
+        a, b = r[i] + g[i], v[i] + m[i]
+        good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
+        a = a if good else r[i]
+        b = b if good else v[i]
         passes = (a * a > b * alpha + floor_square) & (abs(a) >= least)
-        passing[i] = passes
-        r[i] = ZERO if passes else a
-        v[i] = ZERO if passes else b * zeta
-        top = max(top, bits[i] & MAGNITUDE if passes else np.int32(0))
-    return top
+        r[i] = a
+        v[i] = b if passes else b * zeta
+        flags[i] = np.uint8(passes) | np.uint8(not good) << np.uint8(1)
 
 
 @compiled
-def collect_tile(passing: Array, picks: Array) -> int:
-    """Who passes, in order; without a branch for each, which at a ratio of 10 would mostly be guessed wrong."""
-    eights, n_picks = passing.view(np.uint64), 0
+def flagged(flags: Array, picks: Array) -> int:
+    """Where a flag is, in order; without a branch for each, which at a ratio of 10 would mostly be guessed wrong."""
+    eights, n_picks = flags.view(np.uint64), 0
     for eight in range(eights.size):
         if eights[eight] != 0:
             for i in range(8 * eight, 8 * eight + 8):
                 picks[n_picks] = i
-                n_picks += passing[i]
+                n_picks += flags[i] != 0
     return n_picks
 
 
@@ -101,27 +85,26 @@ def stream(
 ) -> None:
     """Accumulate and decide for the segments first..last; who passes is written down, the others are finished.
 
-    A passing element gets r = v = 0 at once, because nearly all of them are sent; `emit` puts the others back. Three
-    short loops over a tile that stays in the cache: each of them alone is vectorized, one long one is not.
+    A passing element gets r = v = 0 at once, because nearly all of them are sent; `emit` puts the others back.
     """
-    new_residual, new_variance = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    passing, picks = np.zeros(TILE, np.uint8), np.empty(TILE, np.int32)
+    flags, picks = np.zeros(TILE, np.uint8), np.empty(TILE, np.int32)
     for segment in range(first, last):
         begin, end = begins[segment], ends[segment] if live[segment] else begins[segment]
-        n_found, top, wrong = begin, np.int32(0), np.int32(0)
+        n_found, top, wrong = begin, ZERO, 0
         for tile in range(begin, end, TILE):
             size = min(TILE, end - tile)
             here = slice(tile, tile + size)
-            r, v, a, b = residual[here], variance[here], new_residual[:size], new_variance[:size]
-            if sum_tile(r, grad[here], v, moment[here], a, b):
-                mend_tile(r, v, a, b)
-                wrong = np.int32(1)
-            top = max(top, decide_tile(r, v, a, b, passing, alpha, zeta, least, floor_square))
-            passing[size:] = 0
-            for pick in picks[: collect_tile(passing, picks)]:
-                places[n_found] = tile - begin + pick
-                old_residual[n_found], old_variance[n_found] = new_residual[pick], new_variance[pick]
-                n_found += 1
+            r, v = residual[here], variance[here]
+            decide_tile(r, v, grad[here], moment[here], flags, alpha, zeta, least, floor_square)
+            flags[size:] = 0
+            for pick in picks[: flagged(flags, picks)]:
+                wrong |= flags[pick] & BAD
+                if flags[pick] & PASSES:
+                    places[n_found] = tile - begin + pick
+                    old_residual[n_found], old_variance[n_found] = r[pick], v[pick]
+                    top = max(top, abs(r[pick]))
+                    r[pick], v[pick] = ZERO, ZERO
+                    n_found += 1
         counts[segment], tops[segment], bad[segment] = n_found - begin, top, wrong
 
 

@@ -123,14 +123,14 @@ def _codes(sent: Array, rule: Rule) -> Array:
 
 
 def _stream(found: Candidates, inputs: tuple[Array, ...], active: Tensor | None, rule: Rule) -> tuple[Array, bool]:
-    """Accumulate and decide: (bits of the largest |r| that passes, by segment; whether all was finite)."""
+    """Accumulate and decide: (largest |r| that passes, by segment; whether all was finite)."""
     segments = found.segments
     live = np.ones(len(segments), np.uint8) if active is None else active.numpy().astype(np.uint8)[segments.slots]
     least = np.float32(SMALLEST)
     if rule.tau is not None:  # |r| > tau
         least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
     floor = np.float32(rule.floor)
-    tops, bad = np.empty(len(segments), np.int32), np.empty(len(segments), np.uint8)
+    tops, bad = np.empty(len(segments), np.float32), np.empty(len(segments), np.uint8)
     numbers = (np.float32(rule.alpha), np.float32(rule.zeta), least, floor * floor)
     lists = (found.places, found.residual, found.variance, found.counts, tops, bad)
     segments.each(compiled_encode.stream, segments.begins, segments.ends, live, *inputs, *numbers, *lists)
@@ -139,9 +139,9 @@ def _stream(found: Candidates, inputs: tuple[Array, ...], active: Tensor | None,
 
 def _exponents(tops: Array, segments: Segments, rule: Rule) -> tuple[Array, Array]:
     """e_k or NOTHING, and biased; int32 [K]."""
-    largest = np.zeros(segments.n_slots, np.int32)
+    largest = np.zeros(segments.n_slots, np.float32)
     np.maximum.at(largest, segments.slots, tops)
-    bits = largest + (ROUNDING[rule.rounding] if rule.rounding == "unbiased" else 0)
+    bits = largest.view(np.int32) + (ROUNDING[rule.rounding] if rule.rounding == "unbiased" else 0)
     biased = np.minimum(bits >> 23, 254).astype(np.int32)
     said = (largest > 0) & (rule.tau is None)
     return np.where(said, biased - 127, NOTHING).astype(np.int32), biased
