@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from gradwire.kernels.compiled_encode import ZERO, compiled
-
-Array = np.ndarray[Any, Any]
+from gradwire.kernels.compiled_encode import ZERO
+from gradwire.machine import Array, compiled
 
 CACHED = 1 << 16  # elements of a result that stay in the second-level cache while all ranks' words are added to them
 

@@ -10,19 +10,14 @@ torch's operations and 3.65 ms so (EPYC with AVX-512, one thread).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
-Array = np.ndarray[Any, Any]
+from gradwire.machine import Array, compiled
+
 FEW = 4  # threads
 TILE = 2048  # elements of each sum: 16 KiB of a cache of 32
-
-
-compiled = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
 
 
 @compiled

@@ -7,15 +7,11 @@ Words are written through int64: all fields are at most 32 bits wide, so a shift
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
+from gradwire.machine import Array, compiled
 from gradwire.wire.compact import EXTRA_BITS, FIRST_SYMBOL, SKEWED, SYMBOL_CLASS
 
-Array = np.ndarray[Any, np.dtype[Any]]
-compiled = njit(nogil=True, cache=True)
 CLASS, FIRST, EXTRA = np.array(SYMBOL_CLASS), np.array(FIRST_SYMBOL), np.array(EXTRA_BITS)
 
 

@@ -10,24 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import types
-from numba.extending import intrinsic
 
-from gradwire.wire.compact_cpu_pack import Array, compiled, low_bits
+from gradwire.machine import Array, compiled, trailing_zeros
+from gradwire.wire.compact_cpu_pack import low_bits
 
 Int = Any  # an int64 of compiled code: Python's or NumPy's
 WIDTHS = (0x1111, 0x2100)  # EXTRA_BITS and FIRST_SYMBOL of compact.py, four bits a class: no table to load from
 FIRSTS = (0x6420, 0x4210)
-
-
-@intrinsic
-def _trailing_zeros(typing_context: Any, value: Any) -> Any:
-    """Zeros below the lowest one of an int64 that is not 0."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], context.get_constant(types.boolean, True))
-
-    return types.int64(types.int64), generate
 
 
 @compiled
@@ -126,7 +115,7 @@ def _read_places(
     total, i = begin - 1, 0
     while True:
         while ahead:
-            one: Int = _trailing_zeros(ahead)
+            one: Int = trailing_zeros(ahead)
             ahead &= ahead - 1
             total += _fetch(words, low, low_bits) + 1
             low += low_bits
