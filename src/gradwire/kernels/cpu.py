@@ -49,6 +49,10 @@ class Candidates:
         weakref.finalize(found, _give_back, segments.spare, arrays, found.counts)
         return found
 
+    @property
+    def n_found(self) -> int:
+        return int(self.counts.sum())
+
     def cut(self, asked: Array, layout: Layout, capacity: Sequence[int], step: int) -> None:
         """Drops what has no room; asked [K, 8]: how many there are of each size class."""
         cuts, begins = self.segments.of_slots, self.segments.begins
@@ -63,13 +67,14 @@ class Candidates:
     def tally(self) -> Array:
         """How many are sent, by size class, [segments, 8]."""
         found = np.empty((len(self.segments), WINDOW + 1), np.int64)
-        self.segments.each(compiled_encode.tally, self.segments.begins, self.counts, self.codes, found)
+        lists = (self.segments.begins, self.counts, self.codes, found)
+        self.segments.each(compiled_encode.tally, *lists, n_elements=self.n_found)
         return found
 
     def put_back(self, residual: Array, variance: Array) -> None:
         """Every sent element gets r and v back as they were before the send."""
         lists = (self.segments.begins, self.counts, self.places, self.codes, self.residual, self.variance)
-        self.segments.each(compiled_encode.put_back, *lists, residual, variance)
+        self.segments.each(compiled_encode.put_back, *lists, residual, variance, n_elements=self.n_found)
 
 
 def _give_back(spare: list[tuple[Array, ...]], arrays: tuple[Array, ...], counts: Array) -> None:
@@ -153,7 +158,8 @@ def _classify(found: Candidates, biased: Array, rule: Rule) -> Array:
     tau_binade = -1 if rule.tau is None else int(np.float32(rule.tau).view(np.int32) >> 23)
     numbers = (segments.slots, biased, ROUNDING[rule.rounding], tau_binade)
     lists = (found.residual, found.codes, histogram)
-    segments.each(compiled_encode.classify, segments.begins, found.counts, *numbers, *lists)
+    where = (segments.begins, found.counts)
+    segments.each(compiled_encode.classify, *where, *numbers, *lists, n_elements=found.n_found)
     return histogram
 
 
@@ -171,7 +177,7 @@ def _emit(
     lists = (found.places, found.codes, found.residual, found.variance, *state)
     numbers = (np.float32(rule.zeta), np.float32(rule.tau or 0), rule.feedback, chunk)
     where = (segments.begins, found.counts, segments.slots, starts, exponents)
-    segments.each(compiled_encode.emit, *where, *lists, *numbers, words.numpy())
+    segments.each(compiled_encode.emit, *where, *lists, *numbers, words.numpy(), n_elements=found.n_found)
 
 
 def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:

@@ -12,6 +12,7 @@ from gradwire.layout import Layout
 from gradwire.threads import SMALL, shared
 
 Array = np.ndarray[Any, Any]
+FEW = 1 << 18  # elements whose bookkeeping takes less than it takes to wake a thread, about a millisecond
 
 
 class Segments:
@@ -37,8 +38,11 @@ class Segments:
     def __len__(self) -> int:
         return len(self.begins)
 
-    def each(self, function: Callable[..., None], *args: object) -> None:
-        """function(first, last, ...) for the segments of every part."""
+    def each(self, function: Callable[..., None], *args: object, n_elements: int = FEW) -> None:
+        """function(first, last, ...) for the segments of every part; for few elements at once, without threads."""
+        if n_elements < FEW:
+            function(0, len(self), *args)
+            return
         shared([(self._of_parts[p], self._of_parts[p + 1]) for p in range(self.n_parts)], function, *args)
 
     def by_slot(self, counts: Array) -> Array:
