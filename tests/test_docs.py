@@ -1,4 +1,4 @@
-"""Figures in the README are those of the committed results, which `make docs-demo` remakes."""
+"""Figures in the docs are those of the committed results, which one command remakes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from benchmarks import report
+from benchmarks.__main__ import COLUMNS, SUITES
 from gradwire.train.demo import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -48,3 +50,26 @@ def test_what_the_readme_says_of_the_accuracies_is_so(remake):
 def test_a_readme_without_the_markers_is_not_written_over(remake):
     with pytest.raises(SystemExit, match="does not have the lines"):
         remake.split("<!-- demo:begin -->\n")
+
+
+def test_the_page_of_performance_shows_what_the_csvs_hold():
+    text = report.PAGE.read_text(encoding="utf-8")
+    assert text == report.render(text), "python -m benchmarks docs"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_results_have_all_columns_and_name_no_folder(suite):
+    rows = report.read(suite)
+    assert {row["benchmark"] for row in rows} == set(SUITES[suite])
+    for row in rows:
+        assert set(COLUMNS) <= row.keys()
+        assert row["command"].startswith("python -m benchmarks")
+        assert "/" not in row["command"] + row["hardware"]
+        if row["bar"]:  # a miss is not hidden
+            assert row["holds"] == ("yes" if judged(row) else "NO"), row["what"]
+
+
+def judged(row):
+    """Less is better; of a speed, more."""
+    ratio, bar = float(row["ratio"]), float(row["bar"])
+    return ratio >= bar if "a second" in row["what"] else ratio <= bar

@@ -5,16 +5,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
 Array = np.ndarray[Any, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
-# The GIL is released, and no fast-math: every operation is rounded by itself, as the reference does it.
-compiled = njit(nogil=True, cache=True, error_model="numpy", boundscheck=False)
+
+def compiled(function: F) -> F:
+    """Machine code that releases the GIL; no fast-math: every operation is rounded by itself, as in the reference."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
+    try:
+        return cast(F, njit(cache=True, **options)(function))
+    except (
+        RuntimeError
+    ):  # neither the package's folder nor the user's can be written to: compiled anew in every process
+        return cast(F, njit(**options)(function))
 
 
 @intrinsic
