@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,9 +20,9 @@ class Slot:
     offset: int
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
     def of(self, flat: Tensor) -> Tensor:
         """The 1-D view of this tensor in a flat vector."""

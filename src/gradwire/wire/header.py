@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -41,31 +42,31 @@ class Shape:
     chunk: int
     format: int
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return max(1, -(-self.layout.numel // self.chunk))
 
-    @property
+    @cached_property
     def counts(self) -> slice:
         return slice(FIXED, FIXED + self.chunks)
 
-    @property
+    @cached_property
     def passed(self) -> slice:
         return slice(self.counts.stop, self.counts.stop + len(self.layout))
 
-    @property
+    @cached_property
     def exponents(self) -> slice:
         return slice(self.passed.stop, self.passed.stop + -(-len(self.layout) // 4))
 
-    @property
+    @cached_property
     def orders(self) -> slice:
         return slice(self.exponents.stop, self.exponents.stop + (len(self.layout) if self.format == COMPACT else 0))
 
-    @property
+    @cached_property
     def body(self) -> slice:
         return slice(self.orders.stop, self.words)
 
-    @property
+    @cached_property
     def words(self) -> int:
         return int(self.orders.stop) + self.room
 
