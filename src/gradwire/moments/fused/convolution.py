@@ -175,7 +175,7 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """(dW in dtype, moment in float32), both laid out as the weight: channels_last or contiguous.
 
-    The operator below without torch's own dispatch, which takes the host 50 to 90 us longer (H200 machine).
+    The operator below without torch's own dispatch, which takes the host of an H200 50 to 90 us longer.
     """
     layout = torch.channels_last if channels_last else torch.contiguous_format
     results = (
