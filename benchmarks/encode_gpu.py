@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -206,25 +204,6 @@ class Measurement:
             "holds": self.times_floor <= self.bar,
         }
 
-    def line(self) -> dict[str, object]:
-        """For the file."""
-        import triton
-
-        return {
-            "what": self.what,
-            "n_elements": N_ELEMENTS,
-            "ratio": self.compression,
-            "format": self.wire,
-            "time_ms": round(self.time_ms, 4),
-            "reference_ms": round(self.floor_ms, 4),
-            "ratio_to_floor": round(self.times_floor, 3),
-            "bar": self.bar,
-            "holds": self.times_floor <= self.bar,
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        }
-
 
 def measurements() -> Iterator[Measurement]:
     yield from encode_measurements()
@@ -235,24 +214,3 @@ def rows() -> Iterator[dict[str, object]]:
     """One row a measurement; `ratio` is time over floor."""
     for measurement in measurements():
         yield measurement.row()
-
-
-def write(path: str, found: list[Measurement]) -> None:
-    lines = [one.line() for one in found]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-
-
-def main() -> None:
-    found = []
-    for measurement in measurements():
-        print(measurement.row(), flush=True)
-        found.append(measurement)
-    if len(sys.argv) > 1:
-        write(sys.argv[1], found)
-
-
-if __name__ == "__main__":
-    main()

@@ -9,9 +9,7 @@ measured (the rows "called from Python" are without graphs), and the L2 cache is
 
 from __future__ import annotations
 
-import csv
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,8 +36,6 @@ SHAPES: list[tuple[int, int, int, int, float | None]] = [
     (1024, 2, 1024, 1024, None),
     (8192, 1, 4096, 1024, None),
 ]
-COLUMNS = ["what", "against", "B", "T", "O", "I", "dtype", "time_ms", "reference_ms", "ratio", "bar", "holds"]
-MACHINE = ["gpu", "torch", "triton"]
 
 
 def recorded(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -81,7 +77,6 @@ def plain(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Callable[[], Tenso
 
 def row(shape: tuple[int, int, int, int, float | None], dtype: torch.dtype, graphs: bool) -> dict[str, Any]:
     """One shape: the operator against the plain product."""
-    import triton
 
     samples, positions, outputs, inputs, bar = shape
     gradient = torch.randn(samples, positions, outputs, dtype=torch.bfloat16, device="cuda")
@@ -100,9 +95,6 @@ def row(shape: tuple[int, int, int, int, float | None], dtype: torch.dtype, grap
         "ratio": round(ratio, 3),
         "bar": bar if graphs else None,
         "holds": None if bar is None or not graphs else ratio <= bar,
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
     }
 
 
@@ -113,20 +105,3 @@ def rows() -> Iterator[dict[str, Any]]:
         yield row(shape, torch.float32, graphs=True)
     for shape in SHAPES[:8]:
         yield row(shape, torch.bfloat16, graphs=False)
-
-
-def main() -> None:
-    if not torch.cuda.is_available():
-        sys.exit("fused_linear: expected a CUDA device, found none; run this on a machine with a GPU")
-    with open(sys.argv[1] if len(sys.argv) > 1 else "fused_linear.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS + MACHINE)
-        writer.writeheader()
-        for result in rows():
-            writer.writerow(result)
-            file.flush()
-            shown = "{what}: {time_ms:.4f} ms, {ratio:.3f} of {against}, bar {bar}, holds {holds}"
-            print(shown.format(**result), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -23,7 +23,7 @@ def shared(ranges: Sequence[tuple[Any, ...]], function: Callable[..., Any], *arg
     return done + [future.result() for future in rest]
 
 
-def halves(size: int, n_threads: int) -> list[tuple[int, int]]:
+def equal_parts(size: int, n_threads: int) -> list[tuple[int, int]]:
     """(begin, end) of equal parts of `size` elements, one for each thread that is worth it."""
     n_parts = max(1, min(n_threads, size // SMALL))
     step = -(-size // n_parts)

@@ -148,12 +148,12 @@ def test_interpreted(what: str) -> None:
 
 
 def test_refusals_say_what_to_do() -> None:
-    from gradwire.moments.fused import convolution
+    from gradwire.moments.fused import chosen, convolution
 
     gradient, x, shape, geometry = problem("3x3", torch.float32, "cpu")
-    assert not convolution.supported(gradient, x, shape, 1)
-    assert not convolution.worth_it(gradient, x, shape, 1)
-    with pytest.raises(ValueError, match=r"expected one CUDA device.*ask supported"):
+    numbers = {"groups": 1, "transposed": False}
+    assert not chosen.takes_convolution(x.device, x.dtype, torch.Size(shape), numbers)
+    with pytest.raises(ValueError, match=r"expected one CUDA device"):
         convolution.convolution_grad_moment(gradient, x, shape, *geometry, torch.float32, True)
     with pytest.raises(ValueError, match=r"weight \[O, C/groups, KH, KW\], got .*groups=2"):
         convolution.convolution_grad_moment(gradient, x, shape, *geometry[:3], 2, torch.float32, True)

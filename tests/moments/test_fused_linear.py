@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.moments.fused.tuning import Plan, Shape, hopper_plan, plan_for, spread, supported, worth_it
+from gradwire.moments.fused.tuning import Plan, Shape, hopper_plan, plan_for, refusal, spread, worth_it
 
 pytest.importorskip("triton", reason="the fused kernels need Triton")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -180,7 +180,7 @@ def test_spread_of_measured_shapes() -> None:
 
 def test_a_cpu_is_not_supported() -> None:
     gradient, x = problem((2, 8, 4, 4), torch.float32)
-    assert not supported(gradient, x)
+    assert "expected a CUDA device" in (refusal(gradient, x) or "")
     assert not worth_it(Shape(16, 1024, 4096, 1024), torch.bfloat16, torch.device("cpu"))
 
 

@@ -274,22 +274,33 @@ class Largest(TorchDispatchMode):
 
 
 WIDE: dict[str, Any] = {
-    "Linear": (lambda: nn.Linear(300, 310), (64, 2, 300)),
-    "Conv2d": (lambda: nn.Conv2d(64, 64, 5), (64, 64, 5, 5)),
-    "Embedding": (lambda: nn.Embedding(5000, 20), (64, 3)),
+    "Linear": (lambda: nn.Linear(300, 310), (8, 2, 300)),
+    "Conv2d": (lambda: nn.Conv2d(64, 64, 5), (8, 64, 5, 5)),
+    "Embedding": (lambda: nn.Embedding(5000, 20), (8, 3)),
 }
 
 
-@pytest.mark.parametrize("name", WIDE)
-def test_nothing_of_batch_times_weights_is_made(name: str) -> None:
+def largest_of(name: str, batch: int) -> tuple[int, int]:
+    """Elements of the largest tensor that a forward and backward makes, and of the weight."""
     make, shape = WIDE[name]
-    net = make()
+    net, shape = make(), (batch, *shape[1:])
     x = torch.randint(0, 5000, shape) if name == "Embedding" else torch.randn(shape)
     recorder = Recorder(net, trainable(net), strict=True)
     with Largest() as largest:
         net(x).square().sum().backward()
-    weights = net.weight.numel()
+    recorder.remove()
+    return largest.numel, net.weight.numel()
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_nothing_of_batch_times_weights_is_made(name: str) -> None:
+    largest, weights = largest_of(name, 8)
+    assert weights <= largest < 2 * weights, "8 samples, and not one buffer for all of them"
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_many_samples_share_a_workspace_that_does_not_grow(name: str) -> None:
+    largest, weights = largest_of(name, 64)
     limit = max(2 * weights, WORKSPACE)
     assert limit < 64 * weights / 10
-    assert weights <= largest.numel <= limit, "64 samples, and not one buffer for all of them"
-    recorder.remove()
+    assert weights <= largest <= limit

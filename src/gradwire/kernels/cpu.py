@@ -16,7 +16,7 @@ from gradwire.kernels import compiled_decode, compiled_encode
 from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.kernels.segments import Segments, segments_of
 from gradwire.layout import Layout
-from gradwire.threads import halves, shared
+from gradwire.threads import equal_parts, shared
 from gradwire.wire import compact_cpu
 from gradwire.wire.compact import Blocks
 
@@ -192,7 +192,7 @@ def add(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: 
     """As `reference.add`: every thread has its own part of `out`."""
     inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy())
     numbers = (np.float32(rule.tau or 0), np.float32(1 / len(words)), chunk)
-    shared(halves(layout.numel, torch.get_num_threads()), compiled_decode.add, *inputs, *numbers, out.numpy())
+    shared(equal_parts(layout.numel, torch.get_num_threads()), compiled_decode.add, *inputs, *numbers, out.numpy())
 
 
 def _ends(layout: Layout) -> Array:
@@ -226,6 +226,6 @@ def checksum(messages: Tensor) -> Tensor:
     """As `reference.checksum`."""
     if messages.dim() > 1:
         return torch.stack([checksum(message) for message in messages])
-    parts = shared(halves(len(messages), torch.get_num_threads()), compiled_decode.checksum, messages.numpy())
+    parts = shared(equal_parts(len(messages), torch.get_num_threads()), compiled_decode.checksum, messages.numpy())
     total = sum(int(part) for part in parts) % (1 << 64)
     return torch.from_numpy(np.array([total], dtype=np.uint64).view(np.int32))

@@ -22,8 +22,8 @@ Linear = Callable[[Tensor, Tensor, torch.dtype], Pair]
 Convolution = Callable[[Tensor, Tensor, torch.Size, dict[str, Any], torch.dtype, bool], Pair]
 Function = TypeVar("Function")
 
-# Samples are taken together while their contributions fit in so many elements, and never more than half of them. 2 MiB
-# of float32 is about one core's L2, and nothing has batch x weights elements.
+# Samples are taken together while their contributions fit in so many elements, and never more than an eighth of them. 2
+# MiB of float32 is about one core's L2, and nothing has batch x weights elements.
 WORKSPACE = 1 << 19
 EIGHT = 8  # more at once are no faster
 
@@ -54,7 +54,7 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
 
 def chunk_of(samples: int, numel: int, most: int) -> int:
     """How many samples' contributions are formed at once."""
-    return max(1, min(WORKSPACE // max(1, numel), samples // 2, most))
+    return max(1, min(WORKSPACE // max(1, numel), samples // 8, most))
 
 
 def pair_of(gradient: Tensor, shape: torch.Size) -> Pair:

@@ -76,7 +76,7 @@ class Shape:
         return [MAGIC, self.format << 16 | VERSION, *digest, step % (1 << 31), 0, len(self.layout), self.chunks]
 
 
-Sum = Callable[[Tensor], Tensor]  # a kernel's `checksum`
+Checksum = Callable[[Tensor], Tensor]  # a kernel's
 
 
 def write(
@@ -88,7 +88,7 @@ def write(
     exponents: Tensor,
     orders: Tensor | None,
     body: Tensor,
-    checksum: Sum,
+    checksum: Checksum,
 ) -> Tensor:
     """One whole message, int32 [shape.words]."""
     fixed = torch.tensor([*shape.fixed(step), 0, 0], dtype=torch.int32)
@@ -101,7 +101,7 @@ def write(
     return message
 
 
-def check(messages: Tensor, shape: Shape, step: int, checksum: Sum) -> Tensor:
+def check(messages: Tensor, shape: Shape, step: int, checksum: Checksum) -> Tensor:
     """What is wrong with the messages [W, words]: bool [W, len(PROBLEMS)]. Nothing is waited for."""
     if messages.dtype != torch.int32 or messages.dim() != 2 or messages.shape[1] != shape.words:
         raise MessageError(

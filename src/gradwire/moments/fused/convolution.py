@@ -9,7 +9,6 @@ kernel of convolution_kernels.py (launched by tiled.py) for everything else.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Hashable
 from typing import TypeAlias
@@ -21,8 +20,8 @@ from gradwire.moments.fused import depthwise, tiled
 from gradwire.moments.fused.arranging import arranged
 from gradwire.moments.fused.convolution_join import Shares, join_into, source_of
 from gradwire.moments.fused.convolution_plans import Geometry, boxes_for
+from gradwire.moments.fused.tuning import HALVES, chip
 
-HALVES = (torch.bfloat16, torch.float16)
 MOST_WAYS = 4096  # shapes remembered
 Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]
 _ways: dict[Hashable, Way] = {}
@@ -54,15 +53,6 @@ def geometry_of(
     )
 
 
-@functools.cache
-def chip(device: torch.device) -> tuple[int, int]:
-    """(major capability, multiprocessors); a CPU, which only Triton's interpreter uses, counts as a small old chip."""
-    if device.type != "cuda":
-        return 8, 2
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major, properties.multi_processor_count
-
-
 def refusal(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int) -> str | None:
     """Why no fused kernel can take these tensors; None if one can."""
     if x.ndim != 4 or gradient.ndim != 4 or len(weight_shape) != 4:
@@ -79,24 +69,6 @@ def refusal(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int) -
     if max(*numbers, gradient.shape[2] * gradient.shape[3] ** 2) >= 2**31:
         return f"expected 32-bit offsets within a sample, got {list(gradient.shape)}, {list(x.shape)}"
     return None
-
-
-def supported(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int) -> bool:
-    """Whether a fused kernel can take these tensors."""
-    return refusal(gradient, x, weight_shape, groups) is None
-
-
-def worth_it(gradient: Tensor, x: Tensor, weight_shape: list[int], groups: int) -> bool:
-    """Whether it was measured to pay: one group, or depthwise of up to 3 x 3; matrix units for the dtype.
-
-    H200, against cuDNN's gradient alone: depthwise 3 x 3 1.3 times, 5 x 5 2.1 times, which other ways beat. Groups of
-    several channels were not measured; float32 without tf32 has no matrix units.
-    """
-    if not supported(gradient, x, weight_shape, groups) or chip(x.device)[0] < 8:
-        return False
-    if groups > 1:
-        return weight_shape[1] == 1 and weight_shape[0] == groups and weight_shape[2] * weight_shape[3] <= 9
-    return x.dtype in HALVES or tf32_allowed()
 
 
 def tf32_allowed() -> bool:
@@ -212,7 +184,7 @@ def convolution_grad_moment(
     """gradient [B, O, OH, OW], x [B, C, H, W] -> dW in dtype, sum_b c_b^2 in float32, both [O, C/groups, KH, KW]."""
     reason = refusal(gradient, x, weight_shape, groups)
     if reason is not None:
-        raise ValueError(f"convolution_grad_moment: {reason}; ask supported(...) first")
+        raise ValueError(f"convolution_grad_moment: {reason}")
     return launch(gradient, x, weight_shape, stride, padding, dilation, groups, dtype, channels_last)
 
 

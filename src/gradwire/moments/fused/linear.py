@@ -162,7 +162,7 @@ def linear_grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple
     """`grad_moment` for torch.compile."""
     reason = refusal(gradient, x)
     if reason is not None:
-        raise ValueError(f"linear_grad_moment: {reason}; ask supported(gradient, x) first")
+        raise ValueError(f"linear_grad_moment: {reason}")
     return grad_moment(gradient, x, dtype)
 
 

@@ -1,16 +1,14 @@
 """Step 1, moments: which fused kernel a Linear's shape gets, and whether it gets one at all. Imports no Triton.
 
-A plan comes from, in this order: what this process has chosen before, the user's cache file (written by tune.py, on
-request), the cost model below, whose numbers were measured on an H200. Nothing is timed while a model trains.
+A plan follows from a cost model, whose numbers were measured on an H200, and is remembered by the process. Nothing is
+timed while a model trains.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -104,11 +102,6 @@ def refusal(gradient: torch.Tensor, x: torch.Tensor) -> str | None:
     return None
 
 
-def supported(gradient: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether the operator takes these tensors."""
-    return refusal(gradient, x) is None
-
-
 def worth_it(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the operator beats `bmm`, square and sum there. Measured on an H200 only; elsewhere no.
 
@@ -129,26 +122,6 @@ def chip(device: torch.device) -> tuple[int, int]:
     return properties.major, properties.multi_processor_count
 
 
-def cache_file() -> Path:
-    """Where tune.py keeps plans for this user."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "gradwire" / "fused_linear.json"
-
-
-def plan_name(shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
-    """The key of a plan in the cache file: what it was measured for."""
-    return f"{torch.cuda.get_device_name(device)} {dtype} {'x'.join(str(size) for size in asdict(shape).values())}"
-
-
-@functools.cache
-def saved_plans(path: Path) -> dict[str, Plan]:
-    """The user's tuned plans; a file that cannot be read counts as none, since it is only a cache."""
-    try:
-        return {name: Plan(**fields) for name, fields in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
 @functools.cache
 def plan_for(shape: Shape, dtype: torch.dtype, device: torch.device) -> Plan:
     """The plan for a shape on a device; remembered."""
@@ -157,4 +130,4 @@ def plan_for(shape: Shape, dtype: torch.dtype, device: torch.device) -> Plan:
         return Plan("products")
     if major != 9 or dtype not in HALVES:
         return tiles_plan(shape, programs)
-    return saved_plans(cache_file()).get(plan_name(shape, dtype, device)) or hopper_plan(shape, programs)
+    return hopper_plan(shape, programs)
