@@ -227,13 +227,3 @@ def rows_of(task: Task, threads: int, rounds: int) -> list[Row]:
         row |= {"time_ms": times_ms["ours"], "reference_ms": times_ms["other"], "ratio": ratio}
         found.append({**row, "bar": bar, "holds": ratio <= bar})
     return found
-
-
-def main() -> None:
-    for row in rows(int(sys.argv[1]) if len(sys.argv) > 1 else 1):
-        times = f"{row['time_ms']:9.2f} ms  {row['reference_ms']:9.2f} ms"
-        print(f"{row['what']:42} {row['against']:24} {times}  {row['ratio']:.3f} (bar {row['bar']}) {row['holds']}")
-
-
-if __name__ == "__main__":
-    main()

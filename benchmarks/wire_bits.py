@@ -199,9 +199,3 @@ def rows() -> Iterator[Row]:
         yield from room_rows(f"ResNet-50, ratio {ratio}", many)
     yield from speed_rows()
     torch.set_num_threads(threads)
-
-
-if __name__ == "__main__":
-    for one in rows():
-        figures = "{what:60} {value:8.2f} against {against:8} {reference:7.2f}: {ratio:.3f}, bar {bar}, holds {holds}"
-        print(figures.format(**one))
