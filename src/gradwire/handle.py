@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradwire import checkpoint
 from gradwire.compressors import Compressor
@@ -103,6 +103,18 @@ class Wire:
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
         """Goes on where `state` was saved, on the same number of workers. Collective."""
         checkpoint.load_state_dict(self._live(), state, strict=strict)
+
+    def capture(self, *sample: Tensor) -> None:
+        """On a GPU: the model's forward and backward run as two CUDA graphs for inputs like the sample.
+
+        For models of many small layers, where Python takes longer than the GPU. Other inputs and eval run as before.
+        The gradients arrive together at the end of the backward, so nothing is sent while it runs.
+        """
+        self._live().capture(sample)
+
+    def release(self) -> None:
+        """Undoes `capture`: for a model whose layers, hooks or frozen parameters change."""
+        self._live().release()
 
     def skip_step(self) -> None:
         """Call it when you leave out an optimizer step on purpose, after the backward."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from gradwire.errors import GradwireError
 from gradwire.exchange import agree, courier_of
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
+from gradwire.moments.graphed import Graphed
 from gradwire.stats import Meter
 from gradwire.store import Store
 from gradwire.wire.header import VERSION
@@ -181,6 +182,21 @@ class Link:
                 raise GradwireError(SECOND_BACKWARD)
             self._step.take_back()  # the scaler found an inf in another model and left this one's step out too
         self._updates, self._last_scale = updates, scale
+
+    def capture(self, sample: Sequence[Tensor]) -> None:
+        """The model's forward and backward as CUDA graphs from now on."""
+        root = self._root()
+        if self.recorder is None:
+            raise GradwireError(
+                f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
+            )
+        assert isinstance(root, nn.Module)  # who asks for it holds it
+        Graphed(self.recorder, getattr(root, "module", root), sample)
+
+    def release(self) -> None:
+        """Without graphs again."""
+        if self.recorder is not None:
+            self.recorder.release()
 
     def skip_step(self, *_: object) -> None:
         """The next backward is not a second one of the same step: an optimizer stepped, or was left out on purpose."""

@@ -133,7 +133,7 @@ def head_and_table(uses: Sequence[Use]) -> HeadAndTable | None:
 
 @dataclass
 class Settled(Use):
-    """A use finished at once: under torch.compile the buffers it was made of are used again."""
+    """A use finished at once: the buffers it was made of are used again by a compiled or captured graph."""
 
     moment: Tensor
     samples: int
@@ -151,6 +151,9 @@ class Settled(Use):
 
     def accumulate(self, out: Tensor) -> None:
         out += self.moment
+
+    def write(self, out: Tensor) -> None:
+        out.copy_(self.moment)
 
 
 def merge(uses: Sequence[Use]) -> Use:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from gradwire.moments.site import Doubt, Site, quietly
 from gradwire.moments.together import exact_dtype
 from gradwire.moments.uses import Use
 
+if TYPE_CHECKING:
+    from gradwire.moments.capturing import Capturing
+
 Passes = dict[int, list[Use]]
 
 REENTRANT = (
@@ -28,6 +31,7 @@ REENTRANT = (
 class Book(Protocol):
     """What a ledger needs to know of its recorder."""
 
+    capturing: Capturing | None
     paused: frozenset[str]
     strict: bool
     estimator: str
@@ -84,12 +88,18 @@ class Ledger:
     # ---- staging, from taps in backward
 
     def stage(self, site: Site, use: Use, signed: bool = False) -> None:
+        if self.book.capturing is not None:
+            self.book.capturing.take(self, use)
+            return
         stage = self._stage()
         (stage.signed if signed else stage.uses).setdefault(site.passed, []).append(use)
         if site.recomputed:
             stage.recomputed.add(site.passed)
 
     def doubt(self, reason: str) -> None:
+        if self.book.capturing is not None:
+            self.book.capturing.doubts[self.name] = reason
+            return
         self._stage().doubt = reason
 
     def _stage(self) -> Stage:
@@ -103,7 +113,7 @@ class Ledger:
 
     def on_gradient(self, gradient: Tensor) -> None:
         """Before accumulation: is this the first backward of an accumulation?"""
-        if self.book.paused:
+        if self.book.paused or self.book.capturing is not None:
             return
         held = self.param.grad
         self.fresh = self.consumed or held is None or self._cleared(held)

@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,10 @@ from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim,
 from gradwire.moments.signs import watch_signed
 from gradwire.moments.site import Pass
 from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, uninstall
+
+if TYPE_CHECKING:
+    from gradwire.moments.capturing import Capturing
+    from gradwire.moments.graphed import Graphed
 
 _keys = itertools.count(1)
 REMEMBERED = 64  # passes that may still be differentiated: validation without no_grad brings any number
@@ -69,6 +73,8 @@ class Recorder:
             frozenset()
         )  # parameters whose signed gradient is being taken, in a nested backward
         self.ran_backward = False
+        self.capturing: Capturing | None = None  # takes all uses while a graph is captured
+        self.graphs: list[Graphed] = []
         self.key = next(_keys)
         self.clock = torch.zeros(1, dtype=torch.int64)  # orders taps after `begin` in a compiled graph
         self._open: deque[Pass] = deque(maxlen=REMEMBERED)
@@ -231,6 +237,8 @@ class Recorder:
         if task == self._reached_in:
             self._reached, self._reached_in = {}, -1
         self.ran_backward = True
+        if self.capturing is not None:
+            self.capturing.finish()
         for ledger in self.ledgers.values():
             ledger.staged.pop(task, None)
 
@@ -257,8 +265,15 @@ class Recorder:
         """One row a parameter: exact or estimated, and why."""
         return report(self.ledgers.values())
 
+    def release(self) -> None:
+        """Forwards without graphs again."""
+        for graph in self.graphs:
+            graph.release()
+        self.graphs.clear()
+
     def remove(self) -> None:
         """Restores every forward and removes every hook; the moments stay readable."""
+        self.release()
         for handle in self._handles:
             handle.remove()
         for module, tap in self._taps.items():

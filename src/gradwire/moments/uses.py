@@ -48,6 +48,7 @@ class Use(ABC):
     output_gradient: Tensor | None = None  # of the layer, or only its norm
     finished: Tensor | None = None  # sum_b c_b^2, where the layer's backward came by it
     landed: Landed | None = None  # tells the gradient that the layer's backward returned
+    proven: bool = False  # it was shown to add up to its gradient when its graph was captured
 
     @abstractmethod
     def sample(self, index: int) -> Tensor:

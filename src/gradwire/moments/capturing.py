@@ -1,0 +1,89 @@
+"""Step 1, moments: what a backward brings while it is captured, in memory that every replay writes to again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from gradwire.moments.combined import Settled, merge
+from gradwire.moments.site import Doubt, Site
+from gradwire.moments.uses import Use
+
+if TYPE_CHECKING:
+    from gradwire.moments.ledger import Ledger
+    from gradwire.moments.recorder import Recorder
+
+
+class Capturing:
+    """Takes the uses of a backward as they are staged; nothing is committed while it is there."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.uses: dict[str, list[Use]] = {}
+        self.moments: dict[str, Settled] = {}
+        self.doubts: dict[str, str] = {}
+        self._checks = False
+
+    def take(self, ledger: Ledger, use: Use) -> None:
+        """Finished at once, so that what it was made of is free again, unless others have to be merged with it."""
+        uses = self.uses.setdefault(ledger.name, [])
+        if uses and not ledger.shared:
+            ledger.shared = True
+            raise Doubt("used more than once in a pass, which the backward before had not shown")
+        uses.append(use if ledger.shared else self._settled(ledger, use))
+
+    def _settled(self, ledger: Ledger, use: Use) -> Settled:
+        moment = use.finished
+        if moment is None:
+            moment = torch.empty_like(ledger.param, dtype=ledger.dtype)
+            use.write(moment)
+        probed = use.along(ledger.check.probe) if self._checks else None
+        settled = Settled(moment, use.samples, use.kind, probed)
+        settled.eps, settled.proven = use.eps, not self._checks
+        return settled
+
+    def finish(self) -> None:
+        """At the end of a backward, still captured: what had to wait for all uses of a parameter."""
+        self.moments = {}
+        for name, uses in self.uses.items():
+            ledger = self.recorder.ledgers[name]
+            try:
+                merged = merge(uses)
+                self.moments[name] = merged if isinstance(merged, Settled) else self._settled(ledger, merged)
+            except Doubt as doubt:
+                self.doubts[name] = str(doubt)
+        self.uses = {}
+
+    def survey(self, run: Callable[..., Any], sample: Sequence[Tensor]) -> None:
+        """Two passes that are not captured: who is used twice, and whether the uses add up to the gradient."""
+        trained = {name: one.param for name, one in self.recorder.ledgers.items() if one.param.requires_grad}
+        for checks in (False, True):
+            self._checks, self.doubts = checks, {}
+            outputs = [one for one in pytree.tree_leaves(run(*sample)) if one.requires_grad]
+            noise = [torch.randn_like(one) for one in outputs]
+            found = torch.autograd.grad(outputs, list(trained.values()), noise, allow_unused=True)
+        for name, gradient in zip(trained, found, strict=True):
+            self._check(name, gradient)
+        self._checks = False
+
+    def _check(self, name: str, gradient: Tensor | None) -> None:
+        ledger, settled = self.recorder.ledgers[name], self.moments.get(name)
+        if gradient is None or settled is None:
+            return
+        ledger.check.due = True
+        try:
+            ledger.check.after([settled], gradient, settled.eps, settled.moment)
+        except Doubt as doubt:
+            self.doubts[name] = str(doubt)
+
+    def stage(self, site: Site) -> None:
+        """What the replay that follows will have written by the time the gradients arrive."""
+        for name, settled in self.moments.items():
+            if name not in self.doubts:
+                self.recorder.ledgers[name].stage(site, settled)
+        for name, reason in self.doubts.items():
+            self.recorder.ledgers[name].doubt(reason)

@@ -1,0 +1,193 @@
+"""Step 1, moments: a model's forward and backward as two CUDA graphs, so that Python's time for each layer is gone.
+
+torch.cuda.make_graphed_callables makes them. While it captures the backward, the moments are written to memory that
+every replay writes to again, and from there the ledgers take them when the gradients arrive, as in any other backward.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from gradwire.errors import AttachError, GradwireError
+from gradwire.moments.capturing import Capturing
+from gradwire.moments.recorder import Recorder
+from gradwire.moments.site import Pass, Site
+
+ATTRIBUTE = "_gradwire_graph"
+OVERWRITTEN = (
+    "this forward pass ran as a CUDA graph, and a later one has written over what its backward needs: call backward "
+    "before the next forward, or train without wire.capture"
+)
+
+
+class Whole(nn.Module):
+    """A module by its forward alone: torch graphs none that has hooks."""
+
+    def __init__(self, inner: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.run = inner, run
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.run(*inputs)
+
+
+class Ahead(torch.autograd.Function):
+    """The identity behind a graph: its backward runs before the graph's and says what that will bring."""
+
+    @staticmethod
+    def forward(ctx: Any, graphed: Graphed, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.graphed, ctx.number, ctx.passed = graphed, graphed.number, graphed.recorder.now()
+        ctx.set_materialize_grads(True)
+        return tuple(output.clone() for output in outputs)  # the next replay writes over the graph's own
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.number != ctx.graphed.number:
+            raise GradwireError(OVERWRITTEN)
+        ctx.graphed.announce(ctx.passed)
+        return None, *gradients
+
+
+class Graphed:
+    """A module's forward: by graphs for inputs like the sample, as before for all others.
+
+    make: torch's, or a stand-in that runs on a CPU.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        module: nn.Module,
+        sample: Sequence[Tensor],
+        make: Callable[..., Any] = torch.cuda.make_graphed_callables,
+    ) -> None:
+        refuse(recorder, module, sample)
+        self.recorder, self._module, self.number = recorder, weakref.ref(module), 0
+        self.parameters = [param for param in module.parameters() if param.requires_grad]
+        self.before = module.__dict__.get("forward")
+        self.own = module.forward
+        self.like = kind_of(sample)
+        self._static: set[int] = set()  # addresses of the gradients that a replay writes
+        self._probes: list[Any] = []
+        self._capture(module, sample, make)
+        setattr(module, ATTRIBUTE, self)
+        module.forward = types.MethodType(forward, module)
+        recorder.graphs.append(self)
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (bool, ())  # as dead as None, and loads where gradwire is not installed
+
+    def _capture(self, module: nn.Module, sample: Sequence[Tensor], make: Callable[..., Any]) -> None:
+        recorder, own = self.recorder, self.own
+        buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        recorder.on_forward(tuple(sample), {})
+        recorder.capturing = self.capturing = Capturing(recorder)
+        cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a weight that was cast before would not be cast again by a replay
+        try:
+            self.capturing.survey(own, sample)
+            # no reference to this object, which keeps the graphs alive
+            self.graph = make(Whole(module, own), tuple(sample), allow_unused_input=True)
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+            recorder.capturing = None
+            recorder.begin_step(recorder.step)
+            with torch.no_grad():
+                for buffer, value in buffers:  # a batch norm has counted what was no step
+                    buffer.copy_(value)
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        module = self._module()
+        trains = module is not None and module.training and torch.is_grad_enabled()
+        return trains and self.recorder.capturing is None and kind_of(args) == self.like
+
+    def run(self, args: Sequence[Tensor]) -> Any:
+        """One forward pass by the graph."""
+        self.number += 1
+        self._keep_gradients()
+        outputs, spec = pytree.tree_flatten(self.graph(*args))
+        differentiable = [one for one in outputs if one.requires_grad]
+        made = iter(Ahead.apply(self, *differentiable))  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten([next(made) if one.requires_grad else one.clone() for one in outputs], spec)
+
+    def announce(self, passed: Pass) -> None:
+        """A replay of the backward follows: its moments are staged."""
+        self._look()
+        self.recorder.enter_task()
+        site = Site(passed.number, passed.batch, None, True, frozenset())
+        self.capturing.stage(site)
+
+    def _keep_gradients(self) -> None:
+        """A `.grad` that the last replay handed over and nobody took: already this forward writes over it."""
+        for param in self.parameters:
+            held = param.grad
+            if held is not None and held.data_ptr() in self._static:
+                param.grad = held.clone()
+
+    def _look(self) -> None:
+        """In the first replay: where the gradients lie that it hands over. AccumulateGrad takes them as they are."""
+        if self._static or self._probes:
+            for probe in self._probes:
+                probe.remove()
+            self._probes.clear()
+            return
+        static = self._static
+
+        def note(gradient: Tensor) -> None:
+            static.add(gradient.data_ptr())
+
+        self._probes = [param.register_hook(note) for param in self.parameters]  # type: ignore[no-untyped-call]
+
+    def release(self) -> None:
+        """The module's forward as it was."""
+        module = self._module()
+        if module is None or module.__dict__.get(ATTRIBUTE) is not self:
+            return
+        delattr(module, ATTRIBUTE)
+        if self.before is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = self.before
+
+
+# Named so for copies and pickles of a module, as in tap.py.
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module with a graph."""
+    graphed: Graphed | None = getattr(self, ATTRIBUTE, None)
+    if not graphed:
+        return type(self).forward(self, *args, **kwargs)
+    if kwargs or not graphed.fits(args):
+        return graphed.own(*args, **kwargs)
+    return graphed.run(args)
+
+
+def kind_of(args: Sequence[Any]) -> tuple[Any, ...] | None:
+    """What a graph was made for; None where it is no tensor."""
+    if not all(type(one) is Tensor for one in args):
+        return None
+    about = [(one.shape, one.stride(), one.dtype, one.device, one.requires_grad) for one in args]
+    device = args[0].device.type if args else "cpu"
+    lowered = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return (*about, lowered)
+
+
+def refuse(recorder: Recorder, module: nn.Module, sample: Sequence[Tensor]) -> None:
+    """Says why a graph cannot be captured."""
+    if not sample or kind_of(sample) is None:
+        raise AttachError("capture wants the tensors that the model is called on, by position: wire.capture(x)")
+    if not module.training or not torch.is_grad_enabled():
+        raise AttachError("capture wants a model that trains: model.train(), and not under torch.no_grad()")
+    if getattr(module, ATTRIBUTE, None):
+        raise AttachError("this model is captured already; wire.release() gives its own forward back")
+    if recorder.estimator == "signs":
+        raise AttachError('estimator="signs" draws anew in every pass and cannot be captured; attach with "groups"')

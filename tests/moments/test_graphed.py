@@ -1,0 +1,228 @@
+"""A model as CUDA graphs: gradients and moments are those of the eager model, step after step."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gradwire.errors import AttachError, GradwireError
+from gradwire.moments import Recorder
+from gradwire.moments.graphed import Graphed
+
+GPU = torch.cuda.is_available()
+
+
+class Rerun(torch.autograd.Function):
+    """A graph's stand-in on a CPU: runs again, and writes to the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, static: StandIn, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.static = static
+        for own, given in zip(static.inputs, inputs, strict=False):
+            own.data.copy_(given)
+        static.forward()
+        return tuple(output.detach() for output in static.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        static = ctx.static
+        static.backward(gradients)
+        return None, *[None] * len(static.inputs), *[one.detach() for one in static.gradients]
+
+
+class StandIn:
+    """make_graphed_callables for one tensor out, on a CPU: the moments of a rerun go where those of the first lie."""
+
+    def __init__(self, module: nn.Module, sample: Sequence[Tensor], recorder: Recorder) -> None:
+        self.module, self.recorder, self.capturing = module, recorder, recorder.capturing
+        self.inputs = [one.clone() for one in sample]
+        self.parameters = [param for param in module.parameters() if param.requires_grad]
+        self.gradients: list[Tensor] = []
+        self.forward()
+        self.backward([torch.ones_like(one) for one in self.outputs])
+
+    def forward(self) -> None:
+        now, self.recorder.capturing = self.recorder.capturing, self.capturing
+        with torch.enable_grad():
+            self.outputs = [self.module(*self.inputs)]
+        self.recorder.capturing = now
+
+    def backward(self, gradients: Sequence[Tensor]) -> None:
+        now, self.recorder.capturing = self.recorder.capturing, self.capturing
+        held = dict(self.capturing.moments) if self.gradients else {}
+        found = torch.autograd.grad(self.outputs, self.parameters, list(gradients))
+        if self.gradients:
+            for own, new in zip(self.gradients, found, strict=True):
+                own.data.copy_(new)
+            for name, settled in held.items():
+                settled.moment.copy_(self.capturing.moments[name].moment)
+            self.capturing.moments = held
+        else:
+            self.gradients = [one.detach().clone() for one in found]
+        self.recorder.capturing = now
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        return Rerun.apply(self, *args, *self.parameters)[0]
+
+
+class Tied(nn.Module):
+    """An embedding that is the output layer too, a batch norm and a convolution behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.middle = nn.Sequential(nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU())
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.middle(self.table(ids).transpose(1, 2)).transpose(1, 2))
+
+
+def cnn() -> nn.Module:
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(8 * 36, 5))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "cnn": (cnn, lambda: torch.randn(6, 3, 8, 8)),
+    "tied": (Tied, lambda: torch.randint(0, 7, (5, 4))),
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), lambda: torch.randn(6, 4)),
+}
+
+
+def capture(recorder: Recorder, module: nn.Module, sample: Tensor) -> Graphed:
+    if GPU:
+        return Graphed(recorder, module, [sample])
+    return Graphed(recorder, module, [sample], lambda whole, args, **_: StandIn(whole, args, recorder))
+
+
+def recorder_of(model: nn.Module) -> Recorder:
+    return Recorder(model, dict(model.named_parameters()))
+
+
+def put(thing: Any) -> Any:
+    return thing.cuda() if GPU else thing
+
+
+def backward(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x)
+    (output.float().square().sum() / 3).backward()
+    return output
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_agree_with_the_eager_model(name: str) -> None:
+    torch.manual_seed(0)
+    make, batch = MODELS[name]
+    eager, graphed = put(make()), None
+    graphed = copy.deepcopy(eager)
+    plain, recorder = recorder_of(eager), recorder_of(graphed)
+    capture(recorder, graphed, put(batch()))
+    for buffer, own in zip(eager.buffers(), graphed.buffers(), strict=True):
+        assert torch.equal(buffer, own)
+    for step in range(4):
+        for _ in range(1 + step % 2):  # every other step accumulates
+            x = put(batch())
+            outputs = [backward(model, x) for model in (eager, graphed)]
+        torch.testing.assert_close(*outputs)
+        for key, param in eager.named_parameters():
+            torch.testing.assert_close(graphed.get_parameter(key).grad, param.grad, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(recorder.moment(key), plain.moment(key), rtol=1e-4, atol=1e-5)
+        for rows in zip(plain.coverage(), recorder.coverage(), strict=True):
+            assert rows[0].kind == rows[1].kind
+        for recorded, model in ((plain, eager), (recorder, graphed)):
+            for key, param in model.named_parameters():
+                recorded.consume(key, param.grad.flatten())
+            with torch.no_grad():
+                for param in model.parameters():
+                    param -= 0.01 * param.grad
+            model.zero_grad()
+
+
+def test_other_shapes_and_eval_run_as_before() -> None:
+    torch.manual_seed(0)
+    model = put(cnn())
+    recorder = recorder_of(model)
+    graphed = capture(recorder, model, put(torch.randn(6, 3, 8, 8)))
+    backward(model, put(torch.randn(4, 3, 8, 8)))
+    model.eval()
+    model(put(torch.randn(6, 3, 8, 8)))
+    with torch.no_grad():
+        model.train()(put(torch.randn(6, 3, 8, 8)))
+    assert graphed.number == 0
+    backward(model, put(torch.randn(6, 3, 8, 8)))
+    assert graphed.number == 1
+
+
+def test_backward_of_an_overwritten_pass_is_refused() -> None:
+    model = put(cnn())
+    x = put(torch.randn(6, 3, 8, 8))
+    capture(recorder_of(model), model, x)
+    first, _ = model(x), model(x)
+    with pytest.raises(GradwireError, match="written over"):
+        first.sum().backward()
+
+
+def test_gradient_that_is_thrown_away_does_not_count() -> None:
+    model = put(cnn())
+    x = put(torch.randn(6, 3, 8, 8))
+    recorder = recorder_of(model)
+    capture(recorder, model, x)
+    torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert not any(recorder.seen(name) for name in recorder.ledgers)
+
+
+def test_use_outside_its_module_is_found_when_captured() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) @ self.inner.weight
+
+    model = put(Twice())
+    recorder = recorder_of(model)
+    x = put(torch.randn(6, 4))
+    capture(recorder, model, x)
+    backward(model, x)
+    kinds = {row.name: row.kind for row in recorder.coverage()}
+    assert kinds["inner.weight"] != "exact"
+    assert kinds["inner.bias"] == "exact"
+
+
+def test_copies_and_release() -> None:
+    model = put(cnn())
+    x = put(torch.randn(6, 3, 8, 8))
+    recorder = recorder_of(model)
+    graphed = capture(recorder, model, x)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        backward(other, x)
+    assert graphed.number == 0
+    recorder.release()
+    backward(model, x)
+    assert graphed.number == 0
+    assert recorder.coverage()[0].kind == "exact"
+    recorder.remove()
+    assert "forward" not in model.__dict__
+
+
+def test_refusals() -> None:
+    model = put(cnn())
+    recorder = recorder_of(model)
+    x = put(torch.randn(6, 3, 8, 8))
+    with pytest.raises(AttachError, match="by position"):
+        capture(recorder, model, [x])  # type: ignore[arg-type]
+    with pytest.raises(AttachError, match="trains"):
+        capture(recorder, model.eval(), x)
+    model.train()
+    capture(recorder, model, x)
+    with pytest.raises(AttachError, match="already"):
+        capture(recorder, model, x)
