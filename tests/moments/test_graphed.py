@@ -161,6 +161,37 @@ def test_other_shapes_and_eval_run_as_before() -> None:
     assert graphed.number == 1
 
 
+@pytest.mark.parametrize("first", [6, 4])
+def test_a_pass_with_a_graph_and_one_without_in_one_backward(first: int) -> None:
+    torch.manual_seed(0)
+    eager = put(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)))
+    model = copy.deepcopy(eager)
+    plain, recorder = recorder_of(eager), recorder_of(model)
+    graphed = capture(recorder, model, put(torch.randn(6, 3, 8, 8)))
+    for _ in range(3):
+        batches = [put(torch.randn(count, 3, 8, 8)) for count in (first, 10 - first)]
+        for one in (eager, model):
+            one.zero_grad()
+            sum(one(batch).square().sum() for batch in batches).backward()
+        for key, param in eager.named_parameters():
+            torch.testing.assert_close(model.get_parameter(key).grad, param.grad, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(recorder.moment(key), plain.moment(key), rtol=1e-4, atol=1e-4)
+        for recorded in (plain, recorder):
+            for key, ledger in recorded.ledgers.items():
+                recorded.consume(key, ledger.param.grad.flatten())
+    assert graphed.number == 3
+
+
+def test_only_the_gradients_that_land_count() -> None:
+    model = put(cnn())
+    x = put(torch.randn(6, 3, 8, 8))
+    recorder = recorder_of(model)
+    capture(recorder, model, x)
+    model(x).sum().backward(inputs=[model[0].weight, model[5].bias])
+    assert recorder.hushed
+    assert [name for name in recorder.ledgers if recorder.seen(name)] == ["0.weight", "5.bias"]
+
+
 def test_backward_of_an_overwritten_pass_is_refused() -> None:
     model = put(cnn())
     x = put(torch.randn(6, 3, 8, 8))

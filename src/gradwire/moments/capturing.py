@@ -80,6 +80,25 @@ class Capturing:
         except Doubt as doubt:
             self.doubts[name] = str(doubt)
 
+    def complete(self) -> bool:
+        """Whether all parameters have an exact moment here, so that none of them has to be watched by itself."""
+        ledgers = self.recorder.ledgers
+        found = self.moments.keys() - self.doubts.keys()
+        return found == ledgers.keys() and not any(ledger.estimated for ledger in ledgers.values())
+
+    def commit(self, passed: int, names: Sequence[str]) -> None:
+        """After a replay, before its gradients are accumulated: the moments of all of them in one go."""
+        begin: list[tuple[Tensor, Tensor]] = []
+        go_on: list[tuple[Tensor, Tensor]] = []
+        for name in names:
+            ledger, settled = self.recorder.ledgers[name], self.moments[name]
+            fresh = ledger.begins(ledger.param.grad)
+            (begin if fresh else go_on).append((ledger.in_place(), settled.moment))
+            ledger.replayed(passed, settled.kind, fresh)
+        for pairs, work in ((begin, torch._foreach_copy_), (go_on, torch._foreach_add_)):
+            if pairs:
+                work([out for out, _ in pairs], [moment for _, moment in pairs])
+
     def stage(self, site: Site) -> None:
         """What the replay that follows will have written by the time the gradients arrive."""
         for name, settled in self.moments.items():

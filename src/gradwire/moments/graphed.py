@@ -77,6 +77,9 @@ class Graphed:
         self._static: set[int] = set()  # addresses of the gradients that a replay writes
         self._probes: list[Any] = []
         self._capture(module, sample, make)
+        names = {id(ledger.param): name for name, ledger in recorder.ledgers.items()}
+        self.names = [names.get(id(param), "") for param in module.parameters()]
+        self._complete, self._alone = self.capturing.complete(), False
         setattr(module, ATTRIBUTE, self)
         module.forward = types.MethodType(forward, module)
         recorder.graphs.append(self)
@@ -117,15 +120,31 @@ class Graphed:
         self._keep_gradients()
         outputs, spec = pytree.tree_flatten(self.graph(*args))
         differentiable = [one for one in outputs if one.requires_grad]
+        if self._complete and differentiable:
+            self.recorder.hush()
+            self._commit_after(differentiable[0].grad_fn)
         made = iter(Ahead.apply(self, *differentiable))  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten([next(made) if one.requires_grad else one.clone() for one in outputs], spec)
 
     def announce(self, passed: Pass) -> None:
-        """A replay of the backward follows: its moments are staged."""
+        """A replay of the backward follows: its moments are staged, where no hook of its own commits them."""
         self._look()
         self.recorder.enter_task()
-        site = Site(passed.number, passed.batch, None, True, frozenset())
-        self.capturing.stage(site)
+        self._alone = self._complete and self.recorder.hushed
+        if not self._alone:
+            self.capturing.stage(Site(passed.number, passed.batch, None, True, frozenset()))
+
+    def _commit_after(self, node: Any) -> None:
+        """One hook behind the replay in place of two on every parameter: those took as long as a small model's step."""
+        passed, accumulators = self.recorder.now().number, node.next_functions[-len(self.names) :]
+
+        def after(made: Any, given: Any) -> None:
+            if not self._alone:  # a pass without a graph has come since
+                return
+            landing = zip(self.names, accumulators, strict=True)
+            self.capturing.commit(passed, [name for name, (target, _) in landing if name and lands(target)])
+
+        node.register_hook(after)
 
     def _keep_gradients(self) -> None:
         """A `.grad` that the last replay handed over and nobody took: already this forward writes over it."""
@@ -154,6 +173,7 @@ class Graphed:
         if module is None or module.__dict__.get(ATTRIBUTE) is not self:
             return
         delattr(module, ATTRIBUTE)
+        self.recorder.listen()
         if self.before is None:
             del module.__dict__["forward"]
         else:
@@ -167,8 +187,18 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not graphed:
         return type(self).forward(self, *args, **kwargs)
     if kwargs or not graphed.fits(args):
+        if torch.is_grad_enabled():
+            graphed.recorder.listen()
         return graphed.own(*args, **kwargs)
     return graphed.run(args)
+
+
+def lands(accumulator: Any) -> bool:
+    """Whether the backward now running adds to `.grad` there: autograd.grad does not."""
+    try:
+        return accumulator is not None and torch._C._will_engine_execute_node(accumulator)
+    except RuntimeError:  # asked for by name
+        return False
 
 
 def kind_of(args: Sequence[Any]) -> tuple[Any, ...] | None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Passes = dict[int, list[Use]]
 
+INTERACT = "samples interact in a batch norm"
 REENTRANT = (
     "a reentrant checkpoint brings its uses in one pass apart, without cross terms; use_reentrant=False does not"
 )
@@ -116,11 +117,15 @@ class Ledger:
         if self.book.paused or self.book.capturing is not None:
             return
         held = self.param.grad
-        self.fresh = self.consumed or held is None or self._cleared(held)
+        self.fresh = self.begins(held)
         if self.never is None:
             self.check.before(held)
         # A reference to a first gradient would make AccumulateGrad copy instead of taking it.
         self.share = gradient.detach() if self.estimated and not self.fresh else None
+
+    def begins(self, held: Tensor | None) -> bool:
+        """Whether what comes now is the first of an accumulation; held: `.grad`, before it."""
+        return self.consumed or held is None or self._cleared(held)
 
     def _cleared(self, held: Tensor) -> bool:
         """zero_grad(set_to_none=False): someone wrote to .grad since, and left nothing in it."""
@@ -149,6 +154,17 @@ class Ledger:
         self.arrived, self.consumed, self.last_pass = True, False, self.book.passes
         if reason is not None:
             self._doubted(reason)
+
+    def replayed(self, passed: int, kind: str, fresh: bool) -> None:
+        """A captured graph has written or added its moment, and its gradient will be accumulated."""
+        if fresh:
+            self._restart()
+            self.empty = False
+        self.backwards += 1
+        self.committed[passed] = False
+        self.version = -1  # its gradient is not there yet; who wants to know looks at the values
+        self.arrived, self.consumed, self.last_pass = True, False, self.book.passes
+        self.kind, self.why = kind, INTERACT if kind != "exact" else ""
 
     def _restart(self) -> None:
         self.empty = True
@@ -205,7 +221,7 @@ class Ledger:
             self.estimated = False
         if self.reason is None:
             self.kind = next((use.kind for use in merged if use.kind != "exact"), "exact")
-            self.why = "samples interact in a batch norm" if self.kind != "exact" else ""
+            self.why = INTERACT if self.kind != "exact" else ""
 
     def _finish(self, uses: Iterable[Use]) -> None:
         out = self.in_place()

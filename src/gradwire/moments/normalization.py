@@ -99,14 +99,6 @@ def instance_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site
     return by_channel(gradient, saved, site, module.eps, module.num_features, given)
 
 
-@register(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, own_axis=0)
-def batch_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
-    """By activation index: what flows back through sample b's activations, xhat being the batch's."""
-    own = site.training or module.running_mean is None
-    given = None if own else (module.running_mean, module.running_var)
-    return by_channel(gradient, saved, site, module.eps, 0, given, "by activation" if own else "exact")
-
-
 @register(nn.PReLU)
 def prelu(module: nn.PReLU, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
     """weight: c_b = sum_t G min(x, 0), by channel (axis 1) where there is a slope for each."""

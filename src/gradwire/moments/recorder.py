@@ -82,6 +82,7 @@ class Recorder:
         self._reached_in = -1
         self._tasks: set[int] = set()
         self._handles: list[RemovableHandle] = []
+        self._ears: list[RemovableHandle] = []  # two hooks on every parameter
         self._taps: dict[nn.Module, Tap] = {}
         self._broadcasts: list[Tap] = []
         self.ledgers: dict[str, Ledger] = {}
@@ -150,15 +151,32 @@ class Recorder:
     def _install(self, root: nn.Module) -> None:
         for module, tap in self._taps.items():
             install(module, tap)
+        self.listen()
+        self._handles.append(root.register_forward_pre_hook(PassHook(self), with_kwargs=True))
+        self._handles.append(root.register_forward_hook(OutputHook(self)))
+
+    def listen(self) -> None:
+        """Hears of every gradient; again where `hush` has ended that."""
+        if self._ears:
+            return
         for ledger in self.ledgers.values():
             param: Any = ledger.param  # torch's hook methods carry no types
             wants = param.requires_grad
             param.requires_grad_(True)  # a hook on a frozen parameter is refused, though it may be thawed later
-            self._handles.append(param.register_hook(weakly(ledger.on_gradient)))
-            self._handles.append(param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated)))
+            self._ears.append(param.register_hook(weakly(ledger.on_gradient)))
+            self._ears.append(param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated)))
             param.requires_grad_(wants)
-        self._handles.append(root.register_forward_pre_hook(PassHook(self), with_kwargs=True))
-        self._handles.append(root.register_forward_hook(OutputHook(self)))
+
+    def hush(self) -> None:
+        """Without hooks on parameters, where the pass now beginning is the only one open: its graph does without."""
+        if self._ears and len(self._open) == 1:
+            for handle in self._ears:
+                handle.remove()
+            self._ears.clear()
+
+    @property
+    def hushed(self) -> bool:
+        return not self._ears
 
     # ---- passes and graph tasks
 
@@ -274,13 +292,14 @@ class Recorder:
     def remove(self) -> None:
         """Restores every forward and removes every hook; the moments stay readable."""
         self.release()
-        for handle in self._handles:
+        for handle in (*self._handles, *self._ears):
             handle.remove()
         for module, tap in self._taps.items():
             uninstall(module, tap)
         for tap in self._broadcasts:
             unwatch_parameter(tap)
         self._handles.clear()
+        self._ears.clear()
         self._taps.clear()
         self._broadcasts.clear()
         RECORDERS.pop(self.key, None)

@@ -182,13 +182,16 @@ class Direct(Use):
         return self.contributions[index]
 
     def total(self) -> Tensor:
-        return self.contributions.sum(0)
+        return self.contributions.sum(0) if self.summed is None else self.summed
 
     def accumulate(self, out: Tensor) -> None:
-        out += self.contributions.square().sum(0)
+        out += self.contributions.square().sum(0) if self.finished is None else self.finished
 
     def write(self, out: Tensor) -> None:
-        torch.sum(self.contributions.square(), 0, out=out)
+        if self.finished is None:
+            torch.sum(self.contributions.square(), 0, out=out)
+        else:
+            out.copy_(self.finished)
 
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Direct))]
