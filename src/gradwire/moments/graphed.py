@@ -95,6 +95,9 @@ class Graphed:
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
         recorder.on_forward(tuple(sample), {})
         recorder.capturing = self.capturing = Capturing(recorder)
+        # told of a capture, where the accumulators of the gradients have a part in nothing
+        quiet: Any = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)
+        quiet(False)
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a weight that was cast before would not be cast again by a replay
         try:
@@ -103,6 +106,7 @@ class Graphed:
             self.graph = make(Whole(module, own), tuple(sample), allow_unused_input=True)
         finally:
             torch.set_autocast_cache_enabled(cached)
+            quiet(True)
             recorder.capturing = None
             recorder.begin_step(recorder.step)
             with torch.no_grad():

@@ -23,9 +23,12 @@ from torch import Tensor
 from gradwire.moments.fused.launching import launch_again
 from gradwire.moments.fused.sums import kind_of, parts_of, power_of_two
 
-ELEMENTS = 4096  # of a tile in half precision
-WIDEST = 128  # channels of a tile that lie side by side
-WARPS = 8
+# H200, bfloat16, channels_last, all 53 layers of ResNet-50 at B 64: 1.46 ms, torch's own reduction 1.50; with 128
+# channels side by side 1.59 to 1.95, with 4096 elements and 8 warps 1.52.
+ELEMENTS = 2048  # of a tile in half precision
+WIDEST = 64  # channels of a tile that lie side by side
+WARPS = 4
+ROUNDS = 8  # programs a multiprocessor should have
 SAMPLES, CHANNELS = 32, 16  # that a joining program looks at together
 ROWS = 5  # of the totals: weight, bias, their squares, sum G (x - mean)
 MOST_PLANS = 1024  # shapes remembered
@@ -133,7 +136,7 @@ def prepared(gradient: Tensor, x: Tensor) -> Callable[[Tensor, Tensor, Tensor, T
     samples, channels, positions = x.shape
     tile = tile_of(x)
     blocks = math.ceil(channels / tile[1])
-    parts, part_positions = parts_of(samples * blocks, positions, tile[0], x.device)
+    parts, part_positions = parts_of(samples * blocks, positions, tile[0], x.device, ROUNDS)
     numbers = (*gradient.stride(), *x.stride(), channels)
     kind = kind_of((gradient, x), numbers, tile)
     join_kind = kind_of((x,), (channels,), (SAMPLES, CHANNELS))

@@ -159,9 +159,9 @@ def batch_sums_kernel(
         tl.store(weight + sample * channels + channel, found, mask=inside)
 
 
-def parts_of(n_programs: int, length: int, least: int, device: torch.device) -> tuple[int, int]:
+def parts_of(n_programs: int, length: int, least: int, device: torch.device, rounds: int = ROUNDS) -> tuple[int, int]:
     """(parts, their length) of a sample's rows or positions: enough programs for the chip, none below `least`."""
-    wanted = -(-ROUNDS * chip(device)[1] // n_programs)
+    wanted = -(-rounds * chip(device)[1] // n_programs)
     each = -(-length // max(1, min(wanted, length // least)))
     each = -(-each // least) * least
     return -(-length // each), each
