@@ -117,9 +117,12 @@ class Delivery:
     def _finish(self, step: Step) -> None:
         """Commits the step or takes it back, then lets DDP have the buckets."""
         finite, counts = _read(step)
+        step.arrivals.clear()  # with the messages that they hold
         if finite:
             for change in step.clear:
                 change()
+            if step.parcels[0].scale is None:  # only a GradScaler may yet leave the optimizer's step out
+                step.undo.clear()
             for layout, passed in counts:
                 self._capacity.note(layout, passed)
             self._capacity.end_step(step.plan)

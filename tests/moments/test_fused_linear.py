@@ -126,6 +126,17 @@ def check_joining() -> None:
     torch.testing.assert_close(results[:, :128, 256:], wanted[:, :128, 256:])
 
 
+def check_samples(device: str) -> None:
+    """By products of all samples, also where their room is for a few at a time."""
+    from gradwire.moments.fused.samples import grad_moment
+
+    gradient, x = problem((5, 3, 24, 17), torch.float32, device)
+    for workspace in (1 << 20, 2 * 24 * 17, 1):
+        found = grad_moment(gradient, x, torch.float32, workspace)
+        assert max(map(error, found, truth(gradient, x))) < (1e-5 if device == "cpu" else 1e-3)
+    assert grad_moment(gradient[:0], x[:0], torch.bfloat16)[0].count_nonzero() == 0
+
+
 def mend_interpreter() -> None:
     """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses."""
     from triton.runtime import interpreter
@@ -148,6 +159,7 @@ def interpreted() -> None:
     check_layouts("cpu", torch.float32)
     check_compiled("cpu", torch.float32)
     check_joining()
+    check_samples("cpu")
 
 
 def test_interpreted() -> None:
@@ -195,6 +207,11 @@ def test_on_gpu(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.
 @needs_gpu
 def test_layouts_on_gpu() -> None:
     check_layouts("cuda", torch.float16)
+
+
+@needs_gpu
+def test_samples_on_gpu() -> None:
+    check_samples("cuda")
 
 
 @needs_gpu

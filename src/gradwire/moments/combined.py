@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire.moments.site import Doubt
-from gradwire.moments.uses import Positions, Rows, Use, by_row, norm, wide_products
+from gradwire.moments.together import wide_products
+from gradwire.moments.uses import Positions, Rows, Use, by_row, norm
 
 
 @dataclass

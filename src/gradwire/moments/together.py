@@ -52,6 +52,13 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+def wide_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """left_b^T right_b in `dtype`, [B, R, C]; on a GPU halves are multiplied as they are and summed in float32."""
+    if left.is_cuda and left.dtype == right.dtype != dtype:
+        return torch.bmm(left.transpose(1, 2), right, out_dtype=dtype)
+    return left.to(dtype).transpose(1, 2) @ right.to(dtype)
+
+
 def chunk_of(samples: int, numel: int, most: int) -> int:
     """How many samples' contributions are formed at once."""
     return max(1, min(WORKSPACE // max(1, numel), samples // 8, most))
@@ -134,6 +141,10 @@ def fused_linear(problem: Problem) -> bool:
     return chosen.takes_linear(*problem[:5])
 
 
+def on_gpu(problem: Problem) -> bool:
+    return problem.positions > 1 and chosen.takes_samples(problem.device, problem.dtype)
+
+
 def fused_convolution(problem: Problem) -> bool:
     geometry = problem.geometry
     return geometry is not None and chosen.takes_convolution(
@@ -144,6 +155,7 @@ def fused_convolution(problem: Problem) -> bool:
 # The first that serves is taken.
 LINEARS: list[Candidate[Linear]] = [
     Candidate(fused_linear, lambda: chosen.linear),
+    Candidate(on_gpu, lambda: chosen.samples),
     Candidate(on_cpu, lambda: linear),
 ]
 CONVOLUTIONS: list[Candidate[Convolution]] = [

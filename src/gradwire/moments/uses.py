@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwire.moments.together import LINEARS, Problem, choose, chunk_of, exact_dtype
+from gradwire.moments.together import LINEARS, Problem, choose, chunk_of, exact_dtype, wide_products
 
 
 class Landed:
@@ -86,13 +86,6 @@ class Use(ABC):
     def join(self, others: Sequence[Use]) -> Use | None:
         """This use and others of its own class on the same samples, as one; None: sample by sample is the best."""
         return None
-
-
-def wide_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """left_b^T right_b in `dtype`, [B, R, C]; on a GPU halves are multiplied as they are and summed in float32."""
-    if left.is_cuda and left.dtype == right.dtype != dtype:
-        return torch.bmm(left.transpose(1, 2), right, out_dtype=dtype)
-    return left.to(dtype).transpose(1, 2) @ right.to(dtype)
 
 
 @dataclass

@@ -34,6 +34,18 @@ def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
     return grad_moment(gradient, x, dtype)
 
 
+def takes_samples(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `samples` can serve, where `linear` does not."""
+    return device.type == "cuda" and dtype in (*HALVES, torch.float32) and has_triton()
+
+
+def samples(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
+    """As `linear`, by products that torch makes."""
+    from gradwire.moments.fused.samples import grad_moment
+
+    return grad_moment(gradient, x, dtype)
+
+
 def takes_convolution(device: torch.device, dtype: torch.dtype, shape: torch.Size, geometry: dict[str, Any]) -> bool:
     """Whether `convolution` does: one group or depthwise up to 3 x 3 in two dimensions, with matrix units.
 
