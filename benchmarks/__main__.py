@@ -22,8 +22,16 @@ from gradwire.train.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 SUITES = {
-    "cpu": ("encode_cpu", "wire_bits", "moments_cpu"),
-    "gpu": ("fused_linear", "fused_convolution", "encode_gpu", "steps_gpu"),
+    "cpu": ("encode_cpu", "wire_bits", "moments_cpu", "overlap_cpu"),
+    "gpu": (
+        "fused_linear",
+        "fused_convolution",
+        "encode_gpu",
+        "steps_gpu",
+        "moments_gpu",
+        "memory_gpu",
+        "overlap_gpu",
+    ),
 }
 COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")
 Row = dict[str, Any]
@@ -33,19 +41,23 @@ console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 def normal(benchmark: str, row: Row) -> Row:
-    """A row in the columns of the CSV: times are milliseconds, everything else says its unit."""
-    timed = "time_ms" in row
-    measured, reference = (row["time_ms"], row["reference_ms"]) if timed else (row["value"], row["reference"])
+    """A row in the columns of the CSV: times are milliseconds, everything else says its unit.
+
+    A row without numbers is of something that cannot be measured, and `against` says why.
+    """
+    timed, empty = "time_ms" in row, not {"time_ms", "value"} & row.keys()
     bar = row.get("bar")
-    ratio = row.get("ratio") or measured / reference
+    numbers = {"measured": "", "reference": "", "ratio": ""}
+    if not empty:
+        measured, reference = (row["time_ms"], row["reference_ms"]) if timed else (row["value"], row["reference"])
+        ratio = row.get("ratio") or measured / reference
+        numbers = {"measured": f"{measured:.5g}", "reference": f"{reference:.5g}", "ratio": f"{ratio:.3f}"}
     return {
         "benchmark": benchmark,
         "what": row["what"],
         "against": row["against"],
-        "measured": f"{measured:.5g}",
-        "reference": f"{reference:.5g}",
+        **numbers,
         "unit": "ms" if timed else row.get("unit", ""),
-        "ratio": f"{ratio:.3f}",
         "bar": "" if bar is None else f"{bar:g}",
         "holds": "" if bar is None else ("yes" if row["holds"] else "NO"),
     }

@@ -9,6 +9,8 @@ import csv
 from itertools import groupby
 from pathlib import Path
 
+from benchmarks import timeline
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "figures"
 SUITES = ("gpu", "cpu")
@@ -86,4 +88,5 @@ def render(text: str) -> str:
 def write() -> None:
     for suite in SUITES:
         picture(suite, read(suite))
+    timeline.draw(RESULTS / "overlap.csv", FIGURES / "overlap.svg")
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

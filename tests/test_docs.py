@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.__main__ import COLUMNS, SUITES
+from benchmarks.overlap_gpu import Kernel, Mark, Span, inside, spans_of
 from gradwire.train.demo import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -73,3 +75,28 @@ def judged(row):
     """Less is better; of a speed, more."""
     ratio, bar = float(row["ratio"]), float(row["bar"])
     return ratio >= bar if "a second" in row["what"] else ratio <= bar
+
+
+def test_the_picture_of_a_step_is_of_the_row_beside_it():
+    with (report.RESULTS / "overlap.csv").open(encoding="utf-8", newline="") as file:
+        spans = [Span(r["lane"], r["name"], float(r["begin_ms"]), float(r["end_ms"])) for r in csv.DictReader(file)]
+    (row,) = (row for row in report.read("gpu") if row["benchmark"] == "overlap_gpu")
+    assert inside(spans) == pytest.approx((float(row["measured"]), float(row["reference"])), rel=1e-3)
+    assert "(figures/overlap.svg)" in report.PAGE.read_text(encoding="utf-8")
+
+
+def test_spans_of_a_step_are_where_its_kernels_ran():
+    """A backward until 4 ms whose last bucket is ready at 3 ms: one is encoded beside it, one after it."""
+    ms = 1_000_000
+    marks = [Mark(0, 6 * ms, "backward"), Mark(1 * ms, 1 * ms, "ready"), Mark(3 * ms, 3 * ms, "ready")]
+    kernels = [Kernel(0, 1 * ms, 4 * ms, True), Kernel(5 * ms, 5 * ms, 6 * ms, True)]  # the last: copies after the wait
+    for at in (1 * ms, 4 * ms):
+        marks += [Mark(at, at + ms // 4, "encode"), Mark(at + ms // 4, at + ms, "exchange")]
+        kernels += [Kernel(at, at, at + ms // 4, False), Kernel(at, at + ms // 4, at + ms // 2, False)]
+    spans = spans_of(sorted(marks), kernels)
+    assert [(s.name, s.begin_ms, s.end_ms) for s in spans if s.lane == "backward"] == [("backward", 1, 4)]
+    assert [(s.name, s.begin_ms, s.end_ms) for s in spans if s.lane == "exchange"] == [
+        ("bucket 1", 1.5, 2),
+        ("bucket 2", 4.5, 5),
+    ]
+    assert inside(spans) == (1, 2)
