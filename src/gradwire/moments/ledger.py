@@ -44,11 +44,18 @@ class Book(Protocol):
     @property
     def open_samples(self) -> int | None: ...
 
+    def hear(self, ledger: Ledger) -> None: ...
+
 
 @dataclass
 class Stage:
-    """What one backward (graph task) has brought so far, by forward pass."""
+    """What one backward (graph task) has brought so far, by forward pass.
 
+    commits: how many had been made when it began; fresh: whether `.grad` was empty then.
+    """
+
+    commits: int = -1
+    fresh: bool = False
     uses: Passes = field(default_factory=dict)
     signed: Passes = field(default_factory=dict)
     recomputed: set[int] = field(default_factory=set)  # passes of which a reentrant checkpoint recomputed a part
@@ -73,7 +80,8 @@ class Ledger:
         self.moment = torch.zeros(param.numel(), dtype=self.dtype, device=param.device)
         self._view: Tensor | None = None
         self.staged: dict[int, Stage] = {}
-        self.fresh, self.consumed, self.arrived = True, True, False
+        self.consumed, self.arrived = True, False
+        self.commits = 0
         self.empty = False  # what the moment holds is of the accumulation before, and is written over
         self.committed: dict[int, bool] = {}  # passes in this accumulation -> whether a part was recomputed
         self.overlap = False  # two commits of one pass: they are no groups
@@ -107,21 +115,22 @@ class Ledger:
         task = current_task()
         found = self.staged.get(task)
         if found is None:
-            found = self.staged[task] = Stage()
+            held = self.param.grad
+            found = self.staged[task] = Stage(self.commits, self.begins(held))
+            if self.never is None:
+                self.check.before(held)
         return found
 
     # ---- the parameter's hooks
 
     def on_gradient(self, gradient: Tensor) -> None:
-        """Before accumulation: is this the first backward of an accumulation?"""
+        """Before accumulation, where an estimate may be asked for: a micro-batch's own share."""
         if self.book.paused or self.book.capturing is not None:
             return
-        held = self.param.grad
-        self.fresh = self.begins(held)
-        if self.never is None:
-            self.check.before(held)
+        stage = self._stage()
+        stage.commits, stage.fresh = self.commits, self.begins(self.param.grad)
         # A reference to a first gradient would make AccumulateGrad copy instead of taking it.
-        self.share = gradient.detach() if self.estimated and not self.fresh else None
+        self.share = None if stage.fresh else gradient.detach()
 
     def begins(self, held: Tensor | None) -> bool:
         """Whether what comes now is the first of an accumulation; held: `.grad`, before it."""
@@ -136,22 +145,26 @@ class Ledger:
 
         Under autograd.grad(loss, [param]) the tensor hook fires too, this one does not.
         """
-        if self.book.paused or param.grad is None:  # an optimizer inside backward has taken the gradient already
+        gradient, book = param.grad, self.book
+        if book.paused or gradient is None:  # an optimizer inside backward has taken the gradient already
             return
-        if self.fresh:
+        stage = self.staged.pop(current_task(), None) or Stage()
+        # Another backward inside this one may have committed since it began, or nothing was staged.
+        fresh = stage.fresh if stage.commits == self.commits else self.consumed or gradient._version <= self.version
+        if fresh:
             self._restart()
-        self.book.ran_backward = True
+        book.ran_backward = True
         self.backwards += 1
+        self.commits += 1
         # create_graph leaves gradients on, and a backward inside autocast would square in bfloat16
         with quietly(param.device):
-            stage = self.staged.pop(current_task()) if current_task() in self.staged else Stage()
-            reason = self._commit(stage, param.grad)
+            reason = self._commit(stage, gradient)
             if reason is not None or self.estimated:
-                self._count_groups(param.grad)
+                self._count_groups(gradient)
             if self.empty:
                 self._clear()
-        self.version = param.grad._version
-        self.arrived, self.consumed, self.last_pass = True, False, self.book.passes
+        self.version = gradient._version
+        self.arrived, self.consumed, self.last_pass = True, False, book.passes
         if reason is not None:
             self._doubted(reason)
 
@@ -246,6 +259,7 @@ class Ledger:
 
     def _doubted(self, reason: str) -> None:
         self.reason, self.estimated = reason, True
+        self.book.hear(self)
         self.kind, self.why = self._estimate_kind(), reason
         if self.book.strict:
             raise MomentError(
@@ -283,21 +297,23 @@ class Ledger:
                 self.moment.zero_()
         return self.arrived
 
-    @torch.no_grad()
     def consume(self, gradient: Tensor) -> None:
         """Completes an estimated moment from the accumulated gradient; the next commit overwrites."""
         if self.arrived and self.reason is not None:
-            whole = in_shape(gradient, self.param)
-            self.kind, self.why = self._estimate_kind(), self.reason
-            if self.kind == "groups" and self.groups is not None:
-                moment = self.groups.moment(whole)
-            else:
-                moment = step(whole, self.dtype)
-                if self.book.estimator == "groups":
-                    self.why += "; one micro-batch, and groups needs two"
-            in_shape(self.moment, self.param).copy_(moment)
+            self._estimate(in_shape(gradient, self.param), self.reason)
         self.groups = None
         self.consumed, self.arrived = True, False
+
+    @torch.no_grad()
+    def _estimate(self, gradient: Tensor, reason: str) -> None:
+        self.kind, self.why = self._estimate_kind(), reason
+        if self.kind == "groups" and self.groups is not None:
+            moment = self.groups.moment(gradient)
+        else:
+            moment = step(gradient, self.dtype)
+            if self.book.estimator == "groups":
+                self.why += "; one micro-batch, and groups needs two"
+        in_shape(self.moment, self.param).copy_(moment)
 
     def bind(self, destination: Tensor) -> None:
         """From now on the moment lives in a float32 buffer of someone else's."""

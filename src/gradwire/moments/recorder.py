@@ -82,7 +82,7 @@ class Recorder:
         self._reached_in = -1
         self._tasks: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self._ears: list[RemovableHandle] = []  # two hooks on every parameter
+        self._ears: dict[str, list[RemovableHandle]] = {}  # hooks on every parameter
         self._taps: dict[nn.Module, Tap] = {}
         self._broadcasts: list[Tap] = []
         self.ledgers: dict[str, Ledger] = {}
@@ -159,20 +159,31 @@ class Recorder:
         """Hears of every gradient; again where `hush` has ended that."""
         if self._ears:
             return
-        for ledger in self.ledgers.values():
+        for name, ledger in self.ledgers.items():
             param: Any = ledger.param  # torch's hook methods carry no types
             wants = param.requires_grad
             param.requires_grad_(True)  # a hook on a frozen parameter is refused, though it may be thawed later
-            self._ears.append(param.register_hook(weakly(ledger.on_gradient)))
-            self._ears.append(param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated)))
+            self._ears[name] = [param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated))]
+            if ledger.estimated:
+                self.hear(ledger)
             param.requires_grad_(wants)
+
+    def hear(self, ledger: Ledger) -> None:
+        """Of an estimated parameter the gradient also before it is accumulated."""
+        handles = self._ears[ledger.name]
+        if len(handles) == 1:
+            handles.append(ledger.param.register_hook(weakly(ledger.on_gradient)))  # type: ignore[no-untyped-call]
 
     def hush(self) -> None:
         """Without hooks on parameters, where the pass now beginning is the only one open: its graph does without."""
         if self._ears and len(self._open) == 1:
-            for handle in self._ears:
+            self._stop_hearing()
+
+    def _stop_hearing(self) -> None:
+        for handles in self._ears.values():
+            for handle in handles:
                 handle.remove()
-            self._ears.clear()
+        self._ears.clear()
 
     @property
     def hushed(self) -> bool:
@@ -292,14 +303,14 @@ class Recorder:
     def remove(self) -> None:
         """Restores every forward and removes every hook; the moments stay readable."""
         self.release()
-        for handle in (*self._handles, *self._ears):
+        self._stop_hearing()
+        for handle in self._handles:
             handle.remove()
         for module, tap in self._taps.items():
             uninstall(module, tap)
         for tap in self._broadcasts:
             unwatch_parameter(tap)
         self._handles.clear()
-        self._ears.clear()
         self._taps.clear()
         self._broadcasts.clear()
         RECORDERS.pop(self.key, None)
