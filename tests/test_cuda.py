@@ -26,12 +26,14 @@ def workers(request) -> Iterator[Workers]:
     made.close()
 
 
-def gpu_run(compressor, n_steps, fp16=False):
+def gpu_run(compressor, n_steps, fp16=False, capture=False):
     torch.cuda.set_device(0)
     torch.backends.cudnn.deterministic = True
     model = DistributedDataParallel(scenes.net().cuda(), device_ids=[0], bucket_cap_mb=scenes.TINY_BUCKETS)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**20, growth_interval=5, enabled=fp16)
     wire = None if compressor is None else gradwire.attach(model, compressor, scaler=scaler, strict=True)
+    if capture:
+        wire.capture(scenes.batch(0, size=32)[0].cuda())
     optimizer = scenes.sgd(model)
     prints, losses = [], []
     for step in range(n_steps):
@@ -61,6 +63,16 @@ def test_replicas_are_equal_and_learn(workers, compressor):
         assert stats.encode_ms > 0
         assert stats.decode_ms > 0
         assert stats.ratio > 1.5
+
+
+def test_captured_as_cuda_graphs(workers):
+    """It learns as without them, the replicas are equal, and no moment became an estimate (strict)."""
+    results = workers.run(gpu_run, VGC(alpha=1.0), 40, False, True)
+    assert all(other[0] == results[0][0] for other in results)
+    without = workers.run(gpu_run, VGC(alpha=1.0), 40)[0]
+    assert results[0][1][:3] == pytest.approx(without[1][:3], rel=1e-2)
+    assert sum(results[0][1][-5:]) < 0.8 * sum(results[0][1][:5])
+    assert results[0][2][0].ratio == pytest.approx(without[2][0].ratio, rel=0.2)
 
 
 def test_fp16_with_a_scaler_that_comes_down(workers):
