@@ -29,7 +29,12 @@ def provenance() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The short hash of the checkout this package runs from; empty when it is installed, or git is missing."""
+    """The short hash of the checkout this package runs from; empty when it is installed, or git is missing.
+
+    A copy without its history is told by GRADWIRE_COMMIT.
+    """
+    if told := os.environ.get("GRADWIRE_COMMIT"):
+        return told
     question = ["git", "-C", str(PACKAGE), "rev-parse", "--show-prefix", "--short", "HEAD"]
     try:
         answer = subprocess.run(question, capture_output=True, text=True, check=True).stdout.split()
