@@ -57,9 +57,14 @@ class Check:
         """A double backward passed through its layer: part of its gradient may come by another way than the tap."""
         self.verified = False
 
+    @property
+    def coming(self) -> bool:
+        """Whether the next commit is compared."""
+        return self.param.numel() > 0 and (not self.verified or not self.param.is_cuda or self.commits % OFTEN == 0)
+
     def before(self, held: Tensor | None) -> None:
         """Before accumulation; held: `.grad`."""
-        self.due = self.param.numel() > 0 and (not self.verified or not self.param.is_cuda or self.commits % OFTEN == 0)
+        self.due = self.coming
         self._before = self._along(held) if self.due and held is not None else None
 
     @torch.no_grad()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.moments.site import Doubt
 from gradwire.moments.together import wide_products
-from gradwire.moments.uses import Positions, Rows, Use, by_row, norm
+from gradwire.moments.uses import Positions, Rows, Use, by_row
 
 
 @dataclass
@@ -168,7 +168,6 @@ def merge(uses: Sequence[Use]) -> Use:
         first = next(use for use in uses if isinstance(use, Settled))
         first.sample(0)
     joined = first.join(uses[1:]) if all(type(use) is type(first) for use in uses) else None
-    norms = [norm(use.output_gradient) for use in uses if use.output_gradient is not None]
     joined = joined or head_and_table(uses) or Together(uses)
-    joined.output_gradient = torch.stack(norms).sum() if norms else None
+    joined.output_gradients = tuple(gradient for use in uses for gradient in use.output_gradients)
     return joined

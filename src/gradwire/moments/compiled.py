@@ -1,9 +1,17 @@
-"""Step 1, moments: the tap as custom operators, for torch.compile, which refuses autograd Functions under DDP."""
+"""Step 1, moments: the tap as operators, for torch.compile, which refuses autograd Functions under DDP.
+
+The operators of a forward are decomposed when a graph is traced: what is left of them are their backwards, in which
+`stage` is an operator that the compiler cannot look into.
+"""
+
+# torch.library has decorators and methods without types.
+# mypy: disable-error-code="no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
+import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,67 +25,103 @@ if TYPE_CHECKING:
 
 RECORDERS: weakref.WeakValueDictionary[int, Recorder] = weakref.WeakValueDictionary()
 UNKNOWN = -1  # a batch size that is None
+NOTHING: Mapping[str, torch.dtype] = types.MappingProxyType({})
+LIBRARY = torch.library.Library("gradwire", "FRAGMENT")  # its operators live as long as it does
+DECOMPOSED = "CompositeImplicitAutograd"
+# Python is run that no captured graph would run again; and any memory order is read, so that nothing is copied for it.
+HANDS_OVER = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe, torch.Tag.flexible_layout)
 
 
-@torch.library.custom_op("gradwire::begin", mutates_args={"clock"})
-def begin(clock: Tensor, key: int, batch: int, tokens: int) -> None:
-    """A forward pass begins. The clock is written so that every tap, which reads it, comes after."""
+def clock_of(number: int, batch: int | None) -> Tensor:
+    """A pass as a graph can carry it. Never an inference tensor: after a validation the graph would not fit it."""
+    with torch.inference_mode(False):
+        return torch.tensor([number, UNKNOWN if batch is None else batch], device="cpu")  # to be read without waiting
+
+
+@torch.library.custom_op("gradwire::begin", mutates_args=())
+def begin(clock: Tensor, key: int, batch: int, tokens: int) -> Tensor:
+    """A forward pass begins: its clock, known only at run time, which all taps save.
+
+    It is made of the last one, so that two passes in one graph are not taken for one.
+    """
     recorder = RECORDERS.get(key)
-    if recorder is not None:
-        recorder.begin(None if batch == UNKNOWN else batch, None if tokens == UNKNOWN else tokens)
+    if recorder is None:
+        return clock.clone()
+    recorder.begin(None if batch == UNKNOWN else batch, None if tokens == UNKNOWN else tokens)
+    return recorder.clock
 
 
 @begin.register_fake
-def _(clock: Tensor, key: int, batch: int, tokens: int) -> None:
-    return None
+def _(clock: Tensor, key: int, batch: int, tokens: int) -> Tensor:
+    return torch.empty_like(clock)
 
 
-@torch.library.custom_op("gradwire::tap", mutates_args=())
-def tap(
-    output: Tensor, saved: Sequence[Tensor], clock: Tensor, key: int, part: str, training: bool
-) -> tuple[Tensor, Tensor]:
-    """(a copy of the output, a mark): the mark holds the pass and its batch size, known only at run time."""
-    found = TAPS.get(key)
-    passed, batch = (0, None) if found is None else (found.recorder.passes, found.recorder.batch)
-    return output.clone(), torch.tensor([passed, UNKNOWN if batch is None else batch])
+class Watched(torch.autograd.Function):
+    """The identity; its backward stages a use."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, clock: Tensor, about: tuple[int, str, bool], *saved: Tensor) -> Tensor:
+        ctx.save_for_backward(clock, *saved)
+        ctx.about = about
+        return output.data  # as in eager mode: an in-place ReLU may follow
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        clock, *saved = ctx.saved_tensors
+        zero = torch.ops.gradwire.stage(gradients[0], saved, clock, *ctx.about)
+        return (gradients[0] + zero, None, None, *[None] * len(saved))
 
 
-@tap.register_fake
-def _(
-    output: Tensor, saved: Sequence[Tensor], clock: Tensor, key: int, part: str, training: bool
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(output), torch.empty(2, dtype=torch.int64)
+LIBRARY.define("tap(Tensor output, Tensor[] saved, Tensor clock, int key, str part, bool training) -> Tensor")
 
 
-@torch.library.custom_op("gradwire::stage", mutates_args=())
-def stage(gradient: Tensor, saved: Sequence[Tensor], mark: Tensor, key: int, part: str, training: bool) -> Tensor:
-    """A copy of the gradient; on the way the use is staged. Its buffers are used again afterwards by others."""
-    found = TAPS.get(key)
-    if found is not None and found.live:
-        passed, batch = mark.tolist()
-        site = Site(passed, None if batch == UNKNOWN else batch, found.axis, training, found.wanted(), compiled=True)
-        kept, inputs = gradient, tuple(saved)
-        if found.keeps():
-            kept, inputs = gradient.clone(), tuple(tensor.clone() for tensor in saved)
-        found.recorder.reach_by_tap(passed, site.batch)
-        found.stage(part, kept, inputs, site)
-    return gradient.clone()
+@torch.library.impl(LIBRARY, "tap", DECOMPOSED)
+def tap(output: Tensor, saved: Sequence[Tensor], clock: Tensor, key: int, part: str, training: bool) -> Tensor:
+    """The output, watched."""
+    watched: Tensor = Watched.apply(output, clock, (key, part, training), *saved)
+    return watched
 
 
-@stage.register_fake
-def _(gradient: Tensor, saved: Sequence[Tensor], mark: Tensor, key: int, part: str, training: bool) -> Tensor:
-    return torch.empty_like(gradient)
+LIBRARY.define(
+    "stage(Tensor gradient, Tensor[] saved, Tensor clock, int key, str part, bool training) -> Tensor", tags=HANDS_OVER
+)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    _, saved, _, ctx.key, ctx.part, ctx.training = inputs
-    ctx.save_for_backward(output[1], *saved)
+@torch.library.impl(LIBRARY, "stage", "CompositeExplicitAutograd")
+def stage(gradient: Tensor, saved: Sequence[Tensor], clock: Tensor, key: int, part: str, training: bool) -> Tensor:
+    """Stages the use. The answer is a zero to be added to the gradient, without which all this would be dead code.
+
+    -0.0 leaves every bit as it is, and is added by whatever kernel reads the gradient next.
+    """
+    hand_over(gradient, saved, clock, (key, part, training))
+    return gradient.new_full((), -0.0)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Any, ...]:
-    mark, *saved = ctx.saved_tensors
-    passed_on = torch.ops.gradwire.stage(gradient, saved, mark, ctx.key, ctx.part, ctx.training)
-    return passed_on, [None] * len(saved), None, None, None, None
+@torch.library.register_fake("gradwire::stage", lib=LIBRARY)
+def _(gradient: Tensor, saved: Sequence[Tensor], clock: Tensor, key: int, part: str, training: bool) -> Tensor:
+    return gradient.new_empty(())
 
 
-tap.register_autograd(_backward, setup_context=_setup)
+def hand_over(
+    gradient: Tensor,
+    saved: Sequence[Tensor],
+    clock: Tensor,
+    about: tuple[int, str, bool],
+    asked: Mapping[str, torch.dtype] = NOTHING,
+) -> dict[str, Tensor]:
+    """Stages the uses of one call of a layer with its tap, and gives the asked gradients back.
+
+    about: the tap's key, the layer's part, whether it trains. The buffers are used again afterwards by others: where
+    uses may have to be merged, they are copied.
+    """
+    key, part, training = about
+    tap = TAPS.get(key)
+    if tap is None or not tap.live:
+        return {}
+    passed, batch = clock.tolist()
+    site = Site(passed, None if batch == UNKNOWN else batch, tap.axis, training, tap.wanted(), compiled=True)
+    kept, inputs = gradient, tuple(saved)
+    if tap.keeps():
+        kept, inputs = gradient.clone(), tuple(tensor.clone() for tensor in saved)
+    tap.recorder.reach_by_tap(passed, site.batch)
+    return tap.stage(part, kept, inputs, site, asked)

@@ -129,7 +129,11 @@ KINDS = 64  # of inputs remembered by a tap: sequences may come in every length
 
 def instead(module: nn.Module, tap: Tap, x: Any, part: str, operation: Operation) -> Tensor | None:
     """The layer by the Function; None: where it may not stand in, or a tap beside torch's own is no worse."""
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, nn.Parameter) or tap.mismatch is not None:
+    if torch.compiler.is_compiling():
+        from gradwire.moments.compiled_layers import in_graph  # here, since it imports the layers, which import this
+
+        return in_graph(module, tap, x, part, operation)
+    if type(x) not in (Tensor, nn.Parameter) or tap.mismatch is not None:
         return None
     weight, bias = module._parameters.get(operation.names[0]), module._parameters.get(operation.names[1])
     if type(weight) is not nn.Parameter:  # None, or a subclass of Tensor

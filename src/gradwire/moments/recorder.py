@@ -16,7 +16,7 @@ from gradwire.errors import AttachError, MomentError
 from gradwire.layout import in_shape
 from gradwire.moments import inventory
 from gradwire.moments.broadcast import unwatch_parameter, watch_parameter
-from gradwire.moments.compiled import RECORDERS, UNKNOWN
+from gradwire.moments.compiled import RECORDERS, UNKNOWN, clock_of
 from gradwire.moments.coverage import Row, report
 from gradwire.moments.estimators import ESTIMATORS
 from gradwire.moments.inventory import Owner
@@ -76,7 +76,7 @@ class Recorder:
         self.capturing: Capturing | None = None  # takes all uses while a graph is captured
         self.graphs: list[Graphed] = []
         self.key = next(_keys)
-        self.clock = torch.zeros(1, dtype=torch.int64)  # orders taps after `begin` in a compiled graph
+        self.clock = clock_of(0, None)  # the pass now running, for compiled graphs
         self._open: deque[Pass] = deque(maxlen=REMEMBERED)
         self._reached: dict[int, Pass] = {}
         self._reached_in = -1
@@ -205,7 +205,7 @@ class Recorder:
         if torch.compiler.is_compiling():
             self.batch, self.tokens = batch, tokens
             known = [UNKNOWN if size is None else size for size in (batch, tokens)]
-            torch.ops.gradwire.begin(self.clock, self.key, *known)
+            self.clock = torch.ops.gradwire.begin(self.clock, self.key, *known)
         else:
             self.begin(batch, tokens)
 
@@ -214,6 +214,7 @@ class Recorder:
         self.batch, self.tokens = batch, tokens
         seed = seed_of(self.step, self._differentiable)
         self.current = Pass(self.passes + 1, batch, tokens, seed)
+        self.clock = clock_of(self.passes, batch)
         if self.ran_backward:
             self._open.clear()
             self.ran_backward = False

@@ -99,14 +99,15 @@ class Tap:
                     raise Doubt(self.mismatch)
                 uses = list(self.layer.formulas[part](self.module, gradient, saved, site))
                 eps = widest([gradient.dtype, *[tensor.dtype for tensor in saved]])
-                kept = norm(gradient) if site.compiled else gradient
                 for name, use in uses:
                     if name in site.wanted:
-                        use.eps, use.output_gradient = eps, kept
+                        use.eps, use.output_gradients = eps, (gradient,)
                         if name in asked:
                             made[name] = use.gradient(asked[name])
                             use.landed = Landed(made[name])
-                        self.ledgers[name].stage(site, self._settled(name, use) if site.compiled else use)
+                        self.ledgers[name].stage(
+                            site, self._settled(name, use, made.get(name)) if site.compiled else use
+                        )
             except Doubt as doubt:
                 if isinstance(doubt, Mismatch):
                     self.mismatch = str(doubt)
@@ -118,14 +119,23 @@ class Tap:
         """Whether a compiled graph must clone what it hands over: uses that may have to be merged."""
         return any(self.ledgers[name].shared or not self.ledgers[name].check.verified for name in self.wanted())
 
-    def _settled(self, name: str, use: Use) -> Use:
+    def _settled(self, name: str, use: Use, made: Tensor | None) -> Use:
+        """Finished at once. What a check reads is made where one is coming, from the made gradient where there is one:
+        as where a gradient landed, it is asked whether anything else came along, not whether it was made well.
+        """
         if self.keeps():
             return use
-        ledger = self.ledgers[name]
-        out = torch.zeros_like(ledger.param, dtype=ledger.dtype)
-        use.accumulate(out)
-        settled = Settled(out, use.samples, use.kind, use.along(ledger.check.probe))
-        settled.eps, settled.output_gradient = use.eps, use.output_gradient
+        ledger, moment = self.ledgers[name], use.finished
+        if moment is None:
+            moment = torch.empty_like(ledger.param, dtype=ledger.dtype)
+            use.write(moment)
+        settled = Settled(moment, use.samples, use.kind)
+        settled.eps, settled.landed = use.eps, use.landed
+        if ledger.check.coming:
+            if made is not None and made.ndim > 1:
+                use.summed = made.to(ledger.dtype)
+            settled.probed = use.along(ledger.check.probe)
+            settled.output_gradients = tuple(norm(gradient) for gradient in use.output_gradients)
         return settled
 
 
@@ -158,7 +168,7 @@ def watch(tap: Tap, output: Tensor, saved: Sequence[Tensor], part: str = "") -> 
     """Passes a layer's output on, and has its gradient staged together with the saved inputs."""
     if torch.compiler.is_compiling():
         training = tap.module is not None and tap.module.training
-        watched: Tensor = torch.ops.gradwire.tap(output, list(saved), tap.recorder.clock, tap.key, part, training)[0]
+        watched: Tensor = torch.ops.gradwire.tap(output, list(saved), tap.recorder.clock, tap.key, part, training)
         return watched
     if not output.requires_grad:
         return output

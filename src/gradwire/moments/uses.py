@@ -45,7 +45,7 @@ class Use(ABC):
     kind: str = "exact"
     summed: Tensor | None = None  # total(), where accumulate came by it
     eps: float = 0.0  # of the coarsest tensor it was made of
-    output_gradient: Tensor | None = None  # of the layer, or only its norm
+    output_gradients: tuple[Tensor, ...] = ()  # of the layers, or only their norms
     finished: Tensor | None = None  # sum_b c_b^2, where the layer's backward came by it
     landed: Landed | None = None  # tells the gradient that the layer's backward returned
     proven: bool = False  # it was shown to add up to its gradient when its graph was captured
@@ -81,7 +81,7 @@ class Use(ABC):
 
     def noise(self) -> float:
         """The size of the terms that the total is a sum of: times eps, the rounding in it, however small it is."""
-        return 0.0 if self.output_gradient is None else float(norm(self.output_gradient))
+        return sum(float(norm(gradient)) for gradient in self.output_gradients)
 
     def join(self, others: Sequence[Use]) -> Use | None:
         """This use and others of its own class on the same samples, as one; None: sample by sample is the best."""
