@@ -173,9 +173,9 @@ def test_no_convolution_is_made_twice() -> None:
 def test_each_layer_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
 
-    def counted(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> together.Pair:
+    def counted(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None) -> together.Pair:
         calls.append((gradient.shape[2], x.shape[2]))
-        return together.linear(gradient, x, dtype)
+        return together.linear(gradient, x, dtype, place)
 
     monkeypatch.setattr(together, "LINEARS", [together.Candidate(together.on_cpu, lambda: counted)])
     monkeypatch.setattr("gradwire.moments.uses.LINEARS", together.LINEARS)

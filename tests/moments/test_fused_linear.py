@@ -132,7 +132,7 @@ def check_samples(device: str) -> None:
 
     gradient, x = problem((5, 3, 24, 17), torch.float32, device)
     for workspace in (1 << 20, 2 * 24 * 17, 1):
-        found = grad_moment(gradient, x, torch.float32, workspace)
+        found = grad_moment(gradient, x, torch.float32, workspace=workspace)
         assert max(map(error, found, truth(gradient, x))) < (1e-5 if device == "cpu" else 1e-3)
     assert grad_moment(gradient[:0], x[:0], torch.bfloat16)[0].count_nonzero() == 0
 

@@ -53,7 +53,8 @@ class Patches(Use):
         together = choose(CONVOLUTIONS, problem)
         if together is None:
             return self.total().to(dtype)
-        total, self.finished = together(self.gradients, self.x, self.shape, self.geometry, dtype, self.channels_last)
+        given = (self.gradients, self.x, self.shape, self.geometry, dtype, self.channels_last)
+        total, self.finished = together(*given, self.place)
         return total
 
     def accumulate(self, out: Tensor) -> None:
@@ -66,7 +67,7 @@ class Patches(Use):
         if self.finished is None:
             super().write(out)
         else:
-            out.copy_(self.finished)
+            self.hand_over(out)
 
     def sample(self, index: int) -> Tensor:
         return self._between(index, index + 1)

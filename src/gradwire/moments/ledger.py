@@ -56,6 +56,7 @@ class Stage:
 
     commits: int = -1
     fresh: bool = False
+    placed: bool = False  # a use may have written its moment already
     uses: Passes = field(default_factory=dict)
     signed: Passes = field(default_factory=dict)
     recomputed: set[int] = field(default_factory=set)  # passes of which a reentrant checkpoint recomputed a part
@@ -121,6 +122,25 @@ class Ledger:
                 self.check.before(held)
         return found
 
+    def place(self) -> Tensor | None:
+        """Where the first use of a backward may write its moment before it counts: nobody needs what is there.
+
+        Kernels store 16 bytes at once, and in a bucket a tensor may begin anywhere.
+        """
+        if self.shared or self.book.capturing is not None or self.moment.data_ptr() % 16:
+            return None
+        stage = self._stage()
+        if stage.placed or not stage.fresh or self.moment.dtype != self.dtype or len(self.staged) > 1:
+            return None
+        stage.placed = True
+        return self.in_place()
+
+    def _make_room(self) -> None:
+        """A backward inside another one (a reentrant checkpoint) commits first: the other's moment moves elsewhere."""
+        for stage in self.staged.values():
+            for use in (use for uses in stage.uses.values() for use in uses if use.place is not None):
+                use.finished = None if use.finished is None else use.finished.clone()
+
     # ---- the parameter's hooks
 
     def on_gradient(self, gradient: Tensor) -> None:
@@ -151,6 +171,8 @@ class Ledger:
         stage = self.staged.pop(current_task(), None) or Stage()
         # Another backward inside this one may have committed since it began, or nothing was staged.
         fresh = stage.fresh if stage.commits == self.commits else self.consumed or gradient._version <= self.version
+        if self.staged:
+            self._make_room()
         if fresh:
             self._restart()
         book.ran_backward = True

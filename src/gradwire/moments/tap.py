@@ -103,6 +103,7 @@ class Tap:
                     if name in site.wanted:
                         use.eps, use.output_gradients = eps, (gradient,)
                         if name in asked:
+                            use.place = self.ledgers[name].place()
                             made[name] = use.gradient(asked[name])
                             use.landed = Landed(made[name])
                         self.ledgers[name].stage(

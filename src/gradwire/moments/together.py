@@ -18,8 +18,9 @@ from torch import Tensor
 from gradwire.moments.fused import chosen
 
 Pair = tuple[Tensor, Tensor]
-Linear = Callable[[Tensor, Tensor, torch.dtype], Pair]
-Convolution = Callable[[Tensor, Tensor, torch.Size, dict[str, Any], torch.dtype, bool], Pair]
+# The last argument is a place for the moment, which a function may use or not.
+Linear = Callable[[Tensor, Tensor, torch.dtype, Tensor | None], Pair]
+Convolution = Callable[[Tensor, Tensor, torch.Size, dict[str, Any], torch.dtype, bool, Tensor | None], Pair]
 Function = TypeVar("Function")
 
 # Samples are taken together while their contributions fit in so many elements, and never more than an eighth of them. 2
@@ -64,19 +65,22 @@ def chunk_of(samples: int, numel: int, most: int) -> int:
     return max(1, min(WORKSPACE // max(1, numel), samples // 8, most))
 
 
-def pair_of(gradient: Tensor, shape: torch.Size) -> Pair:
+def pair_of(gradient: Tensor, shape: torch.Size, place: Tensor | None) -> Pair:
     """Room for both sums; zeros where there is no sample to begin them."""
-    make = gradient.new_empty if gradient.shape[0] else gradient.new_zeros
-    return make(shape, dtype=exact_dtype(gradient)), make(shape, dtype=exact_dtype(gradient))
+    wide = exact_dtype(gradient)
+    if gradient.shape[0] == 0:
+        return gradient.new_zeros(shape, dtype=wide), gradient.new_zeros(shape, dtype=wide)
+    total = gradient.new_empty(shape, dtype=wide)
+    return total, torch.empty_like(total) if place is None or not place.is_contiguous() else place
 
 
-def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
+def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None = None) -> Pair:
     """c_b = G_b^T X_b; gradient [B, T, O], x [B, T, I] -> dW [O, I] in dtype, moment [O, I] in float32 or float64."""
     fold, wide = folder(), exact_dtype(gradient)
-    total, moment = pair_of(gradient, torch.Size((gradient.shape[2], x.shape[2])))
+    total, moment = pair_of(gradient, torch.Size((gradient.shape[2], x.shape[2])), place)
     chunk = chunk_of(gradient.shape[0], total.numel(), EIGHT)
     each = total.new_empty(chunk, *total.shape)
-    for place, (left, right) in enumerate(zip(torch.split(gradient, chunk), torch.split(x, chunk), strict=True)):
+    for turn, (left, right) in enumerate(zip(torch.split(gradient, chunk), torch.split(x, chunk), strict=True)):
         some = each[: left.shape[0]]
         if left.shape[0] == 0:
             break
@@ -84,7 +88,7 @@ def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
             torch.mm(left[0].to(wide).T, right[0].to(wide), out=some[0])
         else:
             torch.bmm(left.to(wide).transpose(1, 2), right.to(wide), out=some)
-        fold(some, total, moment, place == 0)
+        fold(some, total, moment, turn == 0)
     return total.to(dtype), moment
 
 
@@ -95,6 +99,7 @@ def convolution(
     geometry: dict[str, Any],
     dtype: torch.dtype,
     channels_last: bool,
+    place: Tensor | None = None,
 ) -> Pair:
     """c_b: the weight gradient of sample b alone; gradient [B, O, *], x [B, I, *]; geometry: aten.convolution's own.
 
@@ -104,10 +109,10 @@ def convolution(
     16, where one by one takes 1.35 to 1.8 (EPYC with AVX-512, one thread, 3x3, 32 and 64 channels, B 64).
     """
     fold, wide = folder(), exact_dtype(gradient)
-    total, moment = pair_of(gradient, weight_shape)
+    total, moment = pair_of(gradient, weight_shape, place)
     chunk = chunk_of(x.shape[0], total.numel(), 2 * EIGHT)
     weight = total.new_empty(0)
-    for place, (left, right) in enumerate(zip(torch.split(gradient, chunk), torch.split(x, chunk), strict=True)):
+    for turn, (left, right) in enumerate(zip(torch.split(gradient, chunk), torch.split(x, chunk), strict=True)):
         count = left.shape[0]
         if count == 0:
             break
@@ -117,7 +122,7 @@ def convolution(
         numbers = {**geometry, "groups": count * geometry["groups"]}
         mask = [False, True, False]
         each = torch.ops.aten.convolution_backward(left, right, weight, None, **numbers, output_mask=mask)[1]
-        fold(each.reshape(count, *weight_shape).contiguous(), total, moment, place == 0)
+        fold(each.reshape(count, *weight_shape).contiguous(), total, moment, turn == 0)
     return total.to(dtype), moment
 
 

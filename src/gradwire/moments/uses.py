@@ -48,6 +48,7 @@ class Use(ABC):
     output_gradients: tuple[Tensor, ...] = ()  # of the layers, or only their norms
     finished: Tensor | None = None  # sum_b c_b^2, where the layer's backward came by it
     landed: Landed | None = None  # tells the gradient that the layer's backward returned
+    place: Tensor | None = None  # where the moment may be written at once, in the parameter's shape and memory order
     proven: bool = False  # it was shown to add up to its gradient when its graph was captured
 
     @abstractmethod
@@ -73,6 +74,11 @@ class Use(ABC):
     def write(self, out: Tensor) -> None:
         """out = sum_b c_b^2."""
         self.accumulate(out.zero_())
+
+    def hand_over(self, out: Tensor) -> None:
+        """out = what was finished, which may be there already."""
+        if self.finished is not None and self.finished.data_ptr() != out.data_ptr():
+            out.copy_(self.finished)
 
     def along(self, probe: Tensor | None) -> Tensor:
         """total(), as a matrix, times the probe; after accumulate this costs far less than the total."""
@@ -125,7 +131,7 @@ class Positions(Use):
         together = choose(LINEARS, Problem(left.device, left.dtype, left.shape[0], left.shape[1], shape))
         if together is None:
             return self.total().to(dtype)
-        total, self.finished = together(left, right, dtype)
+        total, self.finished = together(left, right, dtype, self.place)
         return total
 
     def accumulate(self, out: Tensor) -> None:
@@ -147,7 +153,7 @@ class Positions(Use):
     def write(self, out: Tensor) -> None:
         """One GEMM needs no zeros to begin with."""
         if self.finished is not None:
-            out.copy_(self.finished)
+            self.hand_over(out)
         elif self.left.shape[1] == 1 and self.samples:
             left, right = (side[:, 0].to(self.dtype).square() for side in (self.left, self.right))
             torch.addmm(out, left.T, right, beta=0, out=out)
@@ -184,7 +190,7 @@ class Direct(Use):
         if self.finished is None:
             torch.sum(self.contributions.square(), 0, out=out)
         else:
-            out.copy_(self.finished)
+            self.hand_over(out)
 
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Direct))]

@@ -27,11 +27,11 @@ def takes_linear(device: torch.device, dtype: torch.dtype, samples: int, positio
     return worth_it(Shape(samples, positions, shape[0], shape[1]), dtype, device)
 
 
-def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
+def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None) -> Pair:
     """G [B, T, O], X [B, T, I] -> dW [O, I] in dtype, moment in float32."""
     from gradwire.moments.fused.linear import grad_moment
 
-    return grad_moment(gradient, x, dtype)
+    return grad_moment(gradient, x, dtype, place)
 
 
 def takes_samples(device: torch.device, dtype: torch.dtype) -> bool:
@@ -39,11 +39,11 @@ def takes_samples(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (*HALVES, torch.float32) and has_triton()
 
 
-def samples(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> Pair:
+def samples(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None) -> Pair:
     """As `linear`, by products that torch makes."""
     from gradwire.moments.fused.samples import grad_moment
 
-    return grad_moment(gradient, x, dtype)
+    return grad_moment(gradient, x, dtype, place)
 
 
 def takes_convolution(device: torch.device, dtype: torch.dtype, shape: torch.Size, geometry: dict[str, Any]) -> bool:
@@ -59,10 +59,16 @@ def takes_convolution(device: torch.device, dtype: torch.dtype, shape: torch.Siz
 
 
 def convolution(
-    gradient: Tensor, x: Tensor, shape: torch.Size, geometry: dict[str, Any], dtype: torch.dtype, channels_last: bool
+    gradient: Tensor,
+    x: Tensor,
+    shape: torch.Size,
+    geometry: dict[str, Any],
+    dtype: torch.dtype,
+    channels_last: bool,
+    place: Tensor | None,
 ) -> Pair:
     """g [B, O, *], x [B, C, *] -> dW in dtype, moment in float32, both laid out as the weight."""
     from gradwire.moments.fused.convolution import launch
 
     numbers = (geometry["stride"], geometry["padding"], geometry["dilation"], geometry["groups"])
-    return launch(gradient, x, list(shape), *numbers, dtype, channels_last)
+    return launch(gradient, x, list(shape), *numbers, dtype, channels_last, place)

@@ -268,11 +268,15 @@ def mappable(tensor: Tensor) -> Tensor:
     return padded.copy_(tensor)
 
 
-def launch(gradient: Tensor, x: Tensor, dtype: torch.dtype, plan: Plan) -> tuple[Tensor, Tensor]:
+def launch(
+    gradient: Tensor, x: Tensor, dtype: torch.dtype, plan: Plan, place: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """gradient [B, T, O] and x [B, T, I] in bfloat16 or float16 -> dW [O, I] in dtype, moment [O, I] in float32."""
     (samples, positions, outputs), inputs = gradient.shape, x.shape[2]
     weight_gradient = torch.empty(outputs, inputs, dtype=dtype, device=x.device)
-    moment = torch.empty(outputs, inputs, dtype=torch.float32, device=x.device)
+    if place is None or not place.is_contiguous():
+        place = torch.empty(outputs, inputs, dtype=torch.float32, device=x.device)
+    moment = place
     n_rows, n_columns = -(-outputs // ROWS), -(-inputs // COLUMNS)
     n_rest = n_rows * n_columns - plan.whole
     n_parts = -(-samples // plan.share) if n_rest else 0

@@ -126,12 +126,14 @@ def launch(gradient: Tensor, x: Tensor, dtype: torch.dtype, plan: Plan) -> tuple
     return weight_gradient.sum(0).to(dtype), moment.sum(0)
 
 
-def run(gradient: Tensor, x: Tensor, dtype: torch.dtype, plan: Plan) -> tuple[Tensor, Tensor]:
+def run(
+    gradient: Tensor, x: Tensor, dtype: torch.dtype, plan: Plan, place: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """One plan, carried out."""
     if plan.way == "hopper":
         from gradwire.moments.fused import hopper  # Gluon is in Triton's experimental part: only where it is chosen
 
-        return hopper.launch(gradient, x, dtype, plan)
+        return hopper.launch(gradient, x, dtype, plan, place)
     if plan.way == "products":
         return products.launch(gradient, x, dtype)
     return launch(gradient, x, dtype, plan)
@@ -142,7 +144,7 @@ def columns_together(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """G [B, T, O] or [B, O], X [B, T, I] or [B, I] -> dW [O, I] in dtype, sum_b (G_b^T X_b)^2 [O, I] in float32.
 
     The operator below without torch's own dispatch, which takes the host longer than a small layer takes an H200.
@@ -154,7 +156,8 @@ def grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor
         return zeros.to(dtype), zeros.clone()
     gradient, x = columns_together(gradient), columns_together(x)
     samples, positions, outputs = gradient.shape
-    return run(gradient, x, dtype, plan_for(Shape(samples, positions, outputs, x.shape[2]), x.dtype, x.device))
+    plan = plan_for(Shape(samples, positions, outputs, x.shape[2]), x.dtype, x.device)
+    return run(gradient, x, dtype, plan, place)
 
 
 @torch.library.custom_op("gradwire::linear_grad_moment", mutates_args=())

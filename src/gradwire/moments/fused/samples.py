@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.moments.fused.launching import launch_again
-from gradwire.moments.together import wide_products
+from gradwire.moments.together import pair_of, wide_products
 
 WORKSPACE = 1 << 25  # elements of the products that are there at once: 128 MiB
 BLOCK = 1024
@@ -49,13 +49,13 @@ def fold(each: Tensor, total: Tensor, moment: Tensor, first: bool) -> None:
     launch_again("fold", kind, fold_kernel, (-(-size // BLOCK), 1, 1), arguments, num_warps=4)
 
 
-def grad_moment(gradient: Tensor, x: Tensor, dtype: torch.dtype, workspace: int = WORKSPACE) -> tuple[Tensor, Tensor]:
+def grad_moment(
+    gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None = None, workspace: int = WORKSPACE
+) -> tuple[Tensor, Tensor]:
     """gradient [B, T, O], x [B, T, I] -> dW [O, I] in dtype, moment [O, I] in float32."""
-    shape = (gradient.shape[2], x.shape[2])
-    make = torch.empty if gradient.shape[0] else torch.zeros
-    total, moment = (make(shape, dtype=torch.float32, device=x.device) for _ in range(2))
+    total, moment = pair_of(gradient, torch.Size((gradient.shape[2], x.shape[2])), place)
     chunk = max(1, workspace // max(1, total.numel()))
-    for place, (left, right) in enumerate(zip(gradient.split(chunk), x.split(chunk), strict=True)):
+    for turn, (left, right) in enumerate(zip(gradient.split(chunk), x.split(chunk), strict=True)):
         if left.shape[0]:
-            fold(wide_products(left, right, torch.float32), total, moment, place == 0)
+            fold(wide_products(left, right, torch.float32), total, moment, turn == 0)
     return total.to(dtype), moment
