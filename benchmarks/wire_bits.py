@@ -137,7 +137,7 @@ def used_bits(sent: Sent, headroom: bool = True) -> int:
     """Directory and payloads, without the zeros behind them."""
     blocks = sent.blocks(headroom)
     _, body = compact.pack(sent.index, sent.code, blocks)
-    return 32 * (blocks.count + int(body[blocks.count - 1]))
+    return 32 * (blocks.directory_words + int(compact.ends_of(body, blocks)[-1]))
 
 
 def row(what: str, against: str, value: float, reference: float, bar: float | None, holds: bool | None) -> Row:

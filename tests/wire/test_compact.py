@@ -74,7 +74,7 @@ def messages(draw) -> Drawn:
 
 
 def used_words(body: Tensor, blocks: Blocks) -> int:
-    return int(body[blocks.count - 1]) if blocks.count else 0
+    return int(compact.ends_of(body, blocks)[-1]) if blocks.count else 0
 
 
 @given(messages())
@@ -250,13 +250,15 @@ def test_changed_bits_are_refused_or_stay_within_bounds(drawn, seed, how):
     random, blocks = np.random.default_rng(seed), drawn.blocks
     orders, body = compact.pack(drawn.index, drawn.code, blocks)
     words, heads = body.numpy().view(np.uint32).copy(), orders.numpy().view(np.uint32).copy()
-    target = heads if how == "orders" or not len(words) else words[: blocks.count] if how == "directory" else words
+    part = words[: blocks.directory_words] if how == "directory" else words
+    target = heads if how == "orders" or not len(words) else part
     if how == "noise":
         target[:] = random.integers(0, 1 << 32, len(target))
     elif how == "moved":
         target[:] = np.roll(target, int(random.integers(1, 4)))
     elif how == "counts" and len(words):
-        at = min(blocks.count + int(target[random.integers(0, blocks.count)]), len(words) - 1)  # a payload begins there
+        end = int(compact.ends_of(body, blocks)[random.integers(0, blocks.count)])  # a payload begins there
+        at = min(blocks.directory_words + end, len(words) - 1)
         target[at] = (int(target[at]) + int(random.integers(-2, 3))) % (1 << 32)
     else:
         for at, bit in zip(random.integers(0, len(target), 3), random.integers(0, 32, 3), strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -92,27 +93,26 @@ class VGC:
             orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
             counts = torch.zeros_like(counts)  # its blocks count for themselves
         parts = (chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
-        data = header.write(shape, context.step, *parts, kernel.checksum)
+        data = kernel.seal(shape, context.step, *parts)
         return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self._norm(chosen))
 
     def _norm(self, chosen: kernels.Selection) -> Tensor:
         """|sent|_1 = sum_k sum_d n_kd 2^(e_k - d), or n tau: the counts tell, no element is looked at again."""
-        codes = chosen.codes.double()
         if self.tau is not None:
-            return codes.sum() * self.tau
-        sizes = torch.arange(8, device=codes.device).neg().double().exp2()
-        return ((codes * sizes).sum(1) * chosen.exponents.double().exp2()).sum()
+            return chosen.codes.sum().double() * self.tau
+        return (chosen.codes.double() @ _sizes(chosen.codes.device)) @ chosen.exponents.double().exp2()
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
         layout, kernel, shape, chunk = context.layout, kernels.select(out.device), self._shape(context), kernels.CHUNK
-        problems = header.check(messages, shape, context.step, kernel.checksum)
+        problems = kernel.inspect(messages, shape, context.step)
         words, counts = messages[:, shape.body], messages[:, shape.counts]
         if self.wire == "compact":
             blocks, orders, sound = self._blocks(context), messages[:, shape.orders], ~problems.any(1)
-            words, counts, broken = kernel.unpack(orders, words, sound, blocks, chunk)
+            words, counts, broken = kernel.unpack(orders, words, sound, blocks, chunk)  # 0 of one that is not sound
             problems = torch.cat([problems, broken[:, None]], 1)
-        counts = torch.where(problems.any(1, keepdim=True), 0, counts)
+        else:
+            counts = torch.where(problems.any(1, keepdim=True), 0, counts)
         exponents = messages[:, shape.exponents].contiguous().view(torch.int8)[:, : len(layout)].int()
         problems = torch.cat([problems, kernel.check(words, counts, exponents, layout, self._rule, chunk)], 1)
         bad = problems.any()
@@ -131,7 +131,8 @@ class VGC:
         """In the body, for one tensor; the compact format at its worst."""
         if self.wire == "words" or room == 0:
             return room
-        return -(-numel // block_length(numel, room)) + room_words(numel, room, self.tau is not None)
+        words, n_blocks = room_words(numel, room, self.tau is not None), -(-numel // block_length(numel, room))
+        return -(-n_blocks * words.bit_length() // 32) + words
 
     def waiting(self, state: VGCState, context: Context) -> Tensor:
         """r of the tensors that have a gradient in this step; DDP drops the result of one that nobody used."""
@@ -158,3 +159,9 @@ class VGC:
     @property
     def _rule(self) -> kernels.Rule:
         return kernels.Rule(self.alpha, self.zeta, self.tau, self.floor, self.feedback, self.rounding)
+
+
+@lru_cache(maxsize=16)
+def _sizes(device: torch.device) -> Tensor:
+    """2^-d, d = 0 .. 7, kept on the device."""
+    return torch.tensor([2.0**-d for d in range(8)], dtype=torch.float64, device=device)

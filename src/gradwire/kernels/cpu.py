@@ -17,10 +17,11 @@ from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMAL
 from gradwire.kernels.segments import Segments, segments_of
 from gradwire.layout import Layout
 from gradwire.threads import equal_parts, shared
-from gradwire.wire import compact_cpu
+from gradwire.wire import compact_cpu, header
 from gradwire.wire.compact import Blocks
+from gradwire.wire.header import Shape
 
-__all__ = ["add", "check", "checksum", "encode", "pack", "unpack"]
+__all__ = ["add", "check", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
 
 Array = np.ndarray[Any, Any]
 
@@ -229,3 +230,22 @@ def checksum(messages: Tensor) -> Tensor:
     parts = shared(equal_parts(len(messages), torch.get_num_threads()), compiled_decode.checksum, messages.numpy())
     total = sum(int(part) for part in parts) % (1 << 64)
     return torch.from_numpy(np.array([total], dtype=np.uint64).view(np.int32))
+
+
+def seal(
+    shape: Shape,
+    step: int,
+    finite: Tensor,
+    counts: Tensor,
+    passed: Tensor,
+    exponents: Tensor,
+    orders: Tensor | None,
+    body: Tensor,
+) -> Tensor:
+    """As `reference.seal`."""
+    return header.write(shape, step, finite, counts, passed, exponents, orders, body, checksum)
+
+
+def inspect(messages: Tensor, shape: Shape, step: int) -> Tensor:
+    """As `reference.inspect`."""
+    return header.check(messages, shape, step, checksum)

@@ -11,17 +11,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.kernels import triton_decode as decoding
 from gradwire.kernels import triton_emit as emitting
 from gradwire.kernels import triton_encode as encoding
 from gradwire.kernels import triton_records as kinds
 from gradwire.kernels import triton_share as sharing
-from gradwire.kernels.gpu_compact import pack, starts_of, unpack
-from gradwire.kernels.interface import GOLDEN, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.kernels.gpu_compact import pack
+from gradwire.kernels.gpu_decode import UNFUSED, add, check, checksum
+from gradwire.kernels.gpu_head import inspect, seal
+from gradwire.kernels.gpu_unpack import unpack
+from gradwire.kernels.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.kernels.tiles import Tiles, on_device, tiles_of
 from gradwire.layout import Layout
 
-__all__ = ["add", "check", "checksum", "encode", "pack", "unpack"]
+__all__ = ["add", "check", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
 
 
 @dataclass(frozen=True)
@@ -34,19 +36,25 @@ class Shape:
     registers: int | None = None
 
 
-# H200, 2^28 elements, 1 in 100 sent: 1.70 ms; tiles of 4096 take 1.77, of 1024 1.73. With 64 registers a
-# multiprocessor has 32 warps; the compiler would take 64 to 80.
+@dataclass(frozen=True)
+class Block:
+    """What a program of `emit` looks at together: tiles, candidates of each; its warps."""
+
+    rows: int
+    lanes: int
+    warps: int
+
+
+# H200, 2^28 elements, ratio 10, stream alone: 1.63 ms; tiles of 1024 with 4 warps take 1.67. With 64 registers a
+# multiprocessor has 32 warps; with 48 there are spills, 80 are too many: 1.70 both.
 ENCODE = Shape(size=2048, group=32, warps=8, registers=64)
-ADD = Shape(size=8192, group=1, warps=4)
-# Candidates of a tile looked at together. H200, emit, 1 in 10 sent: 103 us with 32, 156 with 16; 1 in 100: 24 and 18.
-LANES, MANY_LANES, MANY = 16, 32, 64
-ADDED = 128  # words of a rank at a time
+# For tiles of few candidates and of more than MANY. H200, ratio 10: 105 us with (8, 32, 2), 117 with (32, 32, 4), 154
+# with (8, 64, 4); ratio 100: 26 us with (32, 16, 4), 30 with (16, 16, 2).
+EMIT, EMIT_MANY, MANY = Block(32, 16, 4), Block(8, 32, 2), 64
+LANES = 16  # candidates of a tile that `classify` looks at together
 MOST_FOUND = (1 << 31) - (1 << 20)  # positions in the scratch are int32
-SCAN = 1024  # groups that the one program of `scan` looks at together
-CLEARING, CLEARED = 264, 1024  # programs and words at a time of `clear`
-CHECKED, SUMMED = 2048, 4096  # words that one program looks at
+SCAN = 4096  # groups that the one program of `scan` looks at together
 APART = kinds.APART.value
-UNFUSED = {"enable_fp_fusion": False}  # a multiply-add rounds once, the reference twice
 
 
 def encode(
@@ -71,24 +79,31 @@ def encode(
         return _nothing(report, active)
     records = _records(tiles, active, rule, step, capacity, (residual, variance))
     state, cut, _test, _quantum, found, sums, plan = records
-    sizes = {"size": shape.size, "group": shape.group}
-    lanes = MANY_LANES if n_words * shape.size > MANY * layout.numel else LANES
+    sizes, by_group = {"size": shape.size, "group": shape.group}, (tiles.n_groups,)
     many = {"num_warps": shape.warps, "maxnreg": shape.registers, **sizes, **UNFUSED}
-    for n_tiles, whole in ((tiles.n_tiles, True), (len(tiles.ragged), False)):
-        inputs = (grad, moment, *records, tiles.ragged)
-        encoding.stream_kernel[(n_tiles,)](*inputs, all_live=active is None, whole=whole, **many)
-    by_group = (tiles.n_groups,)
+    for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
+        inputs = (grad, moment, *records, kinds.Visit(*visit))
+        encoding.stream_kernel[(len(visit[0]),)](*inputs, all_live=active is None, whole=whole, **many)
     encoding.classify_kernel[by_group](*records, lanes=LANES, **sizes, **UNFUSED)
     sharing.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, **UNFUSED)
     sharing.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)
-    for kernel in (emitting.emit_kernel, emitting.emit_cut_kernel):
-        kernel[by_group](*records, report, feedback=rule.feedback, lanes=lanes, **sizes, **UNFUSED)
-    sharing.clear_kernel[(CLEARING,)](report.words, plan, tiles.n_groups, n_words, width=CLEARED)
+    block = EMIT_MANY if n_words * shape.size > MANY * layout.numel else EMIT
+    _emit(records, report, tiles, block, sizes, rule.feedback)
 
     def undo() -> None:
-        emitting.put_back_kernel[by_group](state, cut, found, lanes=lanes, **sizes)
+        emitting.put_back_kernel[by_group](state, cut, found, lanes=block.lanes, **sizes)
 
     return _selection(report, undo)
+
+
+def _emit(
+    records: tuple[Any, ...], report: kinds.Report, tiles: Tiles, block: Block, sizes: dict[str, int], feedback: bool
+) -> None:
+    options: dict[str, Any] = {"feedback": feedback, "lanes": block.lanes, **sizes, **UNFUSED}
+    rows = min(block.rows, tiles.group)
+    grid = (tiles.n_groups * (tiles.group // rows),)
+    emitting.emit_kernel[grid](*records, report, rows=rows, num_warps=block.warps, **options)
+    emitting.emit_cut_kernel[(tiles.n_groups,)](*records, report, len(report.words), **options)
 
 
 def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> kinds.Report:
@@ -132,26 +147,28 @@ def _records(
     live = tiles.all_live if active is None else active.view(torch.uint8)
     geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin, tiles.first_of_slot)
     cut = kinds.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
-    room, n_found = _room(tiles, sum(capacity))
+    eights, n_found = _room(tiles, sum(capacity))
     lists = (empty(n_found, torch.int16), empty(n_found, torch.float32), empty(n_found, torch.float32))
     found = kinds.Found(*lists, empty(n_tiles), empty(n_tiles), empty(n_tiles))
-    zeros = torch.zeros(APART + (APART + 4) * n_slots, dtype=torch.int64, device=device)
+    n_zeros = APART + (APART + 4) * n_slots
+    host = np.zeros(n_zeros + 2 + n_slots, np.int64)
+    host[n_zeros:] = step * GOLDEN, eights, *capacity
+    zeros = on_device(host, device)  # with the numbers, in one copy: a kernel that only writes zeros takes 3 us
     tops, asked, totals = (zeros[APART:].view(torch.int32)[APART * n_slots * i :] for i in range(3))
     sums = kinds.Sums(zeros[:2], zeros[2:3].view(torch.int32), tops, asked, totals)
-    numbers = on_device([step * GOLDEN, room, *capacity], device)
-    sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups)
-    plan = kinds.Plan(numbers, *(empty(size) for size in sizes))
+    sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups, n_tiles)
+    plan = kinds.Plan(zeros[n_zeros:], *(empty(size) for size in sizes))
     return kinds.State(*state), cut, _test(rule), _quantum(rule), found, sums, plan
 
 
 def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:
-    """Candidates that the scratch has room for, and its length: with a reserve for the sent elements of spilled tiles.
+    """Eights of candidates in the scratch, and its length: with a reserve for the sent elements of spilled tiles.
 
     Half as many again as can be sent, because some are below the window or without room; a tile takes whole eights.
     """
-    most = tiles.numel + 8 * tiles.n_tiles
-    room = min(most, n_words + n_words // 2 + 16 * tiles.size + 8 * tiles.n_tiles, MOST_FOUND - n_words)
-    return room, room if room == most else room + n_words
+    most = -(-tiles.numel // 8) + tiles.n_tiles
+    eights = min(most, (n_words + n_words // 2) // 8 + 2 * tiles.size + tiles.n_tiles, (MOST_FOUND - n_words) // 8)
+    return eights, 8 * eights if eights == most else 8 * eights + n_words
 
 
 def _test(rule: Rule) -> kinds.Test:
@@ -166,51 +183,3 @@ def _quantum(rule: Rule) -> kinds.Quantum:
     constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None)
     half, unbiased, hybrid = (tl.constexpr(constant) for constant in constants)
     return kinds.Quantum(half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau))
-
-
-def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
-    """As `reference.check`."""
-    found = torch.zeros(len(words), len(PROBLEMS), dtype=torch.uint8, device=words.device)
-    tiles = tiles_of(layout, words.device, chunk, ADD.size, ADD.group)
-    grid = (-(-words.shape[1] // CHECKED), len(words))
-    if words.numel():
-        n_slots, hybrid = len(layout), rule.tau is not None
-        inputs = (words, words.stride(0), counts.contiguous(), exponents.contiguous(), tiles.end, found)
-        numbers = (counts.shape[1], chunk, layout.numel, n_slots, n_slots.bit_length())
-        decoding.check_kernel[grid](*inputs, *numbers, hybrid=hybrid, width=CHECKED, num_warps=8)
-    return found.view(torch.bool)
-
-
-def add(
-    words: Tensor,
-    counts: Tensor,
-    exponents: Tensor,
-    layout: Layout,
-    rule: Rule,
-    chunk: int,
-    out: Tensor,
-    shape: Shape = ADD,
-) -> None:
-    """As `reference.add`."""
-    tiles = tiles_of(layout, out.device, chunk, shape.size, shape.group)
-    if not tiles.n_tiles:
-        return
-    n_ranks, counts, exponents = len(words), counts.contiguous(), exponents.contiguous()
-    ranks = 1 << (n_ranks - 1).bit_length()
-    starts = starts_of(words, counts, tiles.base, tiles.low, tiles.origin, chunk)
-    geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin)
-    values = (float(np.float32(rule.tau or 0)), 1 / n_ranks, n_ranks, tiles.n_slots)
-    decoding.add_kernel[(tiles.n_tiles,)](
-        words, words.stride(0), starts, exponents, *geometry, out, *values, hybrid=rule.tau is not None,
-        size=shape.size, group=shape.group, lanes=ADDED, ranks=ranks, num_warps=shape.warps, **UNFUSED,
-    )  # fmt: skip
-
-
-def checksum(messages: Tensor) -> Tensor:
-    """As `reference.checksum`."""
-    rows = messages.reshape(-1, messages.shape[-1])
-    total = torch.zeros(len(rows), dtype=torch.int64, device=messages.device)
-    if rows.numel():
-        grid = (-(-rows.shape[1] // SUMMED), len(rows))
-        decoding.checksum_kernel[grid](rows, rows.stride(0), rows.shape[1], total, width=SUMMED)
-    return total.view(*messages.shape[:-1], 1).view(torch.int32)

@@ -1,4 +1,4 @@
-"""What every set of kernels has: six functions of the same names, the records they pass, the constants of the method.
+"""What every set of kernels has: eight functions of the same names, the records they pass, the constants of the method.
 
 r residual, v variance, g gradient, m second moment (sum of c_z^2); K tensors in a bucket of N elements, W ranks,
 C chunks of 2^28 places. A word is one sent element: bit 31 the sign, 30..28 d, 27..0 the place within its chunk.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gradwire.layout import Layout
 from gradwire.wire.compact import Blocks
+from gradwire.wire.header import Shape
 
 CHUNK = 1 << 28  # a word has 28 bits for the place: longer messages are cut into chunks of this many elements
 NOTHING = -128  # the exponent of a tensor that sends nothing
@@ -83,3 +84,17 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
     def checksum(self, messages: Tensor) -> Tensor: ...
+
+    def seal(
+        self,
+        shape: Shape,
+        step: int,
+        finite: Tensor,
+        counts: Tensor,
+        passed: Tensor,
+        exponents: Tensor,
+        orders: Tensor | None,
+        body: Tensor,
+    ) -> Tensor: ...
+
+    def inspect(self, messages: Tensor, shape: Shape, step: int) -> Tensor: ...

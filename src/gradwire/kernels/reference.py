@@ -13,8 +13,9 @@ from torch import Tensor
 from gradwire.errors import MessageError
 from gradwire.kernels.interface import GOLDEN, NOTHING, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.layout import Layout, Slot
-from gradwire.wire import compact
+from gradwire.wire import compact, header
 from gradwire.wire import words as wire_words
+from gradwire.wire.header import Shape
 
 
 def encode(
@@ -223,3 +224,22 @@ def checksum(messages: Tensor) -> Tensor:
     """sum_i w_i (2 i + 1) modulo 2^64 as two words, [..., 2]: one changed word always shows."""
     place = torch.arange(messages.shape[-1], device=messages.device) * 2 + 1
     return (messages.long() * place).sum(-1, keepdim=True).view(torch.int32)
+
+
+def seal(
+    shape: Shape,
+    step: int,
+    finite: Tensor,
+    counts: Tensor,
+    passed: Tensor,
+    exponents: Tensor,
+    orders: Tensor | None,
+    body: Tensor,
+) -> Tensor:
+    """A whole message: head, checksum, body."""
+    return header.write(shape, step, finite, counts, passed, exponents, orders, body, checksum)
+
+
+def inspect(messages: Tensor, shape: Shape, step: int) -> Tensor:
+    """What is wrong with the heads: bool [W, len(header.PROBLEMS)]."""
+    return header.check(messages, shape, step, checksum)

@@ -40,7 +40,10 @@ class Tiles:
             return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(dtype).to(device)
 
         self.base, self.low, self.high = put(bases, torch.int64), put(lows, torch.int32), put(highs, torch.int32)
-        self.ragged = put(np.flatnonzero(highs - lows < size), torch.int32)
+        # Tiles that are full and those that are not: number, tensor, base in units of ALIGN.
+        full = (highs - lows == size).reshape(-1)
+        visits = (np.arange(self.n_tiles), np.repeat(slot, group), bases.reshape(-1) // ALIGN)
+        self.whole, self.ragged = ([put(column[some], torch.int32) for column in visits] for some in (full, ~full))
         self.slot, self.origin = put(slot, torch.int32), put(piece_chunk * chunk, torch.int64)  # [G]
         self.n_chunks = max(1, -(-layout.numel // chunk))
         self.first_of_slot = put(np.searchsorted(slot, np.arange(len(layout) + 1)), torch.int32)
@@ -67,7 +70,7 @@ def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group:
     return Tiles(layout, device, chunk, size, group)
 
 
-def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+def on_device(numbers: Sequence[int] | Array, device: torch.device) -> Tensor:
     """int64 [n]. From pinned memory: a copy from any other would wait for the device."""
     host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

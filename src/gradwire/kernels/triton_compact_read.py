@@ -1,110 +1,206 @@
-"""The compact format of step 6 for CUDA, second half: the payloads back to words. See triton_compact.py."""
+"""The compact format of step 6 for CUDA: one payload back to words, by one warp. docs/wire-format.md has the bytes.
+
+The ones of the unary plane are found first, a word each lane; then every lane reads four elements in a row.
+Any bits may come: every bound is checked, and nothing outside the payload is read. Bits are counted from its start.
+"""
 
 # Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator,assignment"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from gradwire.kernels.triton_compact import SKEWED, count_bits, fetch, first_and_width, low_bits
+from gradwire.kernels import triton_shared as shared
+from gradwire.kernels.triton_directory import low_bits
 
+SKEWED = tl.constexpr(1 << 24)
+# Of class 0 in the lowest byte to class 3: its first symbol, and its extra bits << 4.
+EVEN_CLASSES, SKEWED_CLASSES = tl.constexpr(0x16141210), tl.constexpr(0x24120100)
 MOST_WORDS = tl.constexpr((1 << 26) - 1)  # of a payload: 2^24 elements need far less, and its bits fit an int32
+WARP, ROW = tl.constexpr(32), tl.constexpr(4)  # lanes of a program, and elements that each reads in one go
+WINDOW = tl.constexpr(32 * 32)  # bits of the unary plane that a warp looks at together
 
 
 @triton.jit
-def read_places(
-    payload, n_bits, low, k, unary, count, length, words, rank_counts, begin, n_chunks, chunk, lanes: tl.constexpr
-):
-    """Lanes are bits of the unary plane: writes the count places, each within its chunk, and counts them by chunk.
-
-    Returns (the bit after the last one, elements found, whether all places are inside the block).
-    """
-    done, total, end, good = 0, -1, unary, True
-    origin = begin - begin // chunk * chunk
-    bit = unary
-    while (bit < n_bits) & (done < count):
-        position = bit + tl.arange(0, lanes)
-        word = tl.load(payload + (position >> 5), mask=position < n_bits, other=0)
-        one = (word >> (position & 31)) & 1
-        ordinal = done + tl.cumsum(one) - 1
-        ours = (one == 1) & (ordinal < count)
-        gap = tl.where(ours, fetch(payload, low + ordinal * k, ordinal * 0 + k, n_bits, ours) + 1, 0)
-        zeros = position - unary - ordinal
-        place = (tl.minimum(zeros, length) << tl.minimum(k, 6)).to(tl.int64) << (k - tl.minimum(k, 6))
-        place += total + tl.cumsum(gap)
-        inside = ours & (place < length)
-        good &= tl.max((ours & (place >= length)).to(tl.int32)) == 0
-        far = origin + place
-        its_chunk = far // chunk
-        tl.store(words + ordinal, (far - its_chunk * chunk).to(tl.int32), mask=inside)
-        for number in tl.range(0, n_chunks):
-            n_here = tl.sum((inside & (its_chunk + begin // chunk == number)).to(tl.int32))
-            if n_here != 0:
-                tl.atomic_add(rank_counts + number, n_here, sem="relaxed")
-        end = tl.maximum(end, tl.max(tl.where(ours, position + 1, 0)))
-        done += tl.sum(ours.to(tl.int32))
-        total += tl.sum(gap)
-        bit += lanes
-    return end, done, good
+def count_ones(bits):
+    """Of uint32. The compiler knows this pattern as one instruction."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return ((((bits + (bits >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
-def read_codes(payload, n_bits, plane, extra, count, order, words, hybrid: tl.constexpr, lanes: tl.constexpr):
-    """Adds the codes to the places; returns the bit after the extra plane."""
-    skewed = (order & SKEWED) != 0
-    for start in tl.range(0, count, lanes):
-        ordinal = start + tl.arange(0, lanes)
-        have = ordinal < count
-        place = tl.load(words + ordinal, mask=have, other=0)
-        if hybrid:
-            code = fetch(payload, plane + ordinal, ordinal * 0 + 1, n_bits, have) << 3
-        else:
-            sign_class = fetch(payload, plane + ordinal * 3, ordinal * 0 + 3, n_bits, have)
-            first, width = first_and_width(sign_class >> 1, skewed)
-            width = tl.where(have, width, 0)
-            symbol = first + fetch(payload, extra + tl.cumsum(width) - width, width, n_bits, have)
-            extra += tl.sum(width)
-            code = ((sign_class & 1) << 3) | ((order >> (3 * symbol)) & 7)
-        tl.store(words + ordinal, place | (code << 28), mask=have)
-    return extra
+def shifted(low, high, shift):
+    """The 32 bits at `shift` < 32 of two neighbours."""
+    low, high = low.to(tl.uint32, bitcast=True).to(tl.uint64), high.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return ((low | (high << 32)) >> shift.to(tl.uint64)).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["n_blocks", "n_chunks", "chunk", "room"])
-def read_kernel(
-    bodies, stride: tl.int64, orders, orders_stride: tl.int64, cut, found, starts, words, counts, refused, broken,
-    n_blocks, n_chunks, chunk, room, hybrid: tl.constexpr, lanes: tl.constexpr,
+@triton.jit
+def load_window(payload, n_words, start):
+    """WINDOW bits from bit `start` on, and how many ones each word has; zeros behind the end of the payload."""
+    at = (start >> 5) + tl.arange(0, WARP)
+    low = tl.load(payload + at, mask=at < n_words, other=0)
+    high = tl.load(payload + at + 1, mask=at + 1 < n_words, other=0)
+    bits = shifted(low, high, start & 31)
+    return bits, count_ones(bits)
+
+
+@triton.jit
+def find_ones(memory, bits, n_ones):
+    """memory[i] = where in the window its one number i is."""
+    tl.debug_barrier()
+    here, number = tl.arange(0, WARP) * 32, tl.cumsum(n_ones) - n_ones
+    for _ in tl.range(0, tl.max(n_ones)):
+        below = bits - 1
+        shared.put(memory, number, here + count_ones(bits ^ below) - 1, bits != 0)
+        bits &= below
+        number += 1
+    tl.debug_barrier()
+
+
+@triton.jit
+def fetch(payload, position, last):
+    """32 bits of a payload; garbage behind its last word."""
+    at = position >> 5
+    low, high = tl.load(payload + tl.minimum(at, last)), tl.load(payload + tl.minimum(at + 1, last))
+    return shifted(low, high, position & 31).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def read_low(payload, position, k, last):
+    """The low bits of four gaps, k each."""
+    a = fetch(payload, position, last)
+    if k <= 8:
+        b, c, d = a >> k, a >> (2 * k), a >> (3 * k)
+    else:
+        b, c = fetch(payload, position + k, last), fetch(payload, position + 2 * k, last)
+        d = fetch(payload, position + 3 * k, last)
+    mask = (1 << k) - 1
+    return a & mask, b & mask, c & mask, d & mask
+
+
+@triton.jit
+def read_codes(payload, row, stop, plane, extra, last, order, hybrid: tl.constexpr):
+    """The codes of four elements from each of `row` on, and the bit of the extra plane after the last one."""
+    codes = ()
+    if hybrid:
+        signs = fetch(payload, plane + row, last)
+        for j in tl.static_range(ROW):
+            codes += (((signs >> j) & 1) << 3,)
+    else:
+        fields = fetch(payload, plane + 3 * row, last)
+        table = tl.where((order & SKEWED) != 0, SKEWED_CLASSES, EVEN_CLASSES)
+        entries, width = (), row * 0
+        for j in tl.static_range(ROW):
+            entries += (table >> (((fields >> (3 * j)) & 6) << 2),)
+            width += tl.where(row + j < stop, (entries[j] >> 4) & 3, 0)
+        extras = fetch(payload, extra + tl.cumsum(width) - width, last)
+        extra += tl.sum(width)
+        for j in tl.static_range(ROW):
+            bits = (entries[j] >> 4) & 3
+            symbol = (entries[j] & 7) + (extras & ((1 << bits) - 1))
+            extras >>= bits
+            codes += ((((fields >> (3 * j)) & 1) << 3) | ((order >> (3 * symbol)) & 7),)
+    return codes, extra
+
+
+@triton.jit
+def within_chunk(far, have, n_inside, chunk, splits):
+    """The place from the beginning of its chunk on; counts the elements before each of some borders of chunks."""
+    for border in tl.range(0, n_inside):
+        n_before = tl.sum((have & (far < chunk * (border + 1))).to(tl.int32))
+        tl.atomic_add(splits + border, n_before, sem="relaxed")
+    for _ in tl.range(0, n_inside):
+        far = tl.where(far >= chunk, far - chunk, far)
+    return far
+
+
+@triton.jit
+def read_row(
+    memory, first, payload, row, stop, window, low, k, plane, extra, total, highest, last, length, order,
+    origin, n_inside, chunk, splits, hybrid: tl.constexpr, single: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, rank). refused: ranks of which nothing is to be read. starts: elements up to each block's end."""
-    block, rank = tl.program_id(0), tl.program_id(1)
-    count = tl.load(found + rank * n_blocks + block)
-    if (tl.load(refused + rank) == 0) & (count > 0):
-        body = bodies + rank * stride
-        length, begin = tl.load(cut.length + block), tl.load(cut.begin + block)
-        order = tl.load(orders + rank * orders_stride + tl.load(cut.tensor + block))
-        payload_at = tl.load(body + block - 1, mask=block > 0, other=0)
-        payload = body + n_blocks + payload_at
-        n_words = tl.load(body + block) - payload_at
-        n_bits = tl.minimum(n_words, MOST_WORDS) * 32
-        out = words + rank.to(tl.int64) * room + tl.load(starts + rank * n_blocks + block) - count
-        k, low = low_bits(length, count), count_bits(length)
-        plane = low + count * k
-        unary = plane + count * (1 if hybrid else 3)
-        good = (unary + count <= n_bits) & (n_words <= MOST_WORDS)
+    """Four elements from each of `row` on: in memory, their words for the positions of their ones.
+
+    window: where it begins in the unary plane. total: the sum of all low + 1 before, - 1. highest: the largest place of
+    each lane. Returns extra, total and highest after the last element.
+    """
+    ones = shared.get_four(memory, row - first)
+    lows = read_low(payload, low + row * k, k, last)
+    codes, extra = read_codes(payload, row, stop, plane, extra, last, order, hybrid)
+    gap = row * 0
+    for j in tl.static_range(ROW):
+        gap += tl.where(row + j < stop, lows[j] + 1, 0)
+    before, words = total + tl.cumsum(gap) - gap, ()
+    for j in tl.static_range(ROW):
+        before += lows[j] + 1
+        place = (tl.minimum(ones[j] + window - row - j, (length >> k) + 1) << k) + before
+        highest = tl.maximum(highest, tl.where(row + j < stop, place, 0))
+        far = origin + place
+        if not single:
+            far = within_chunk(far, row + j < stop, n_inside, chunk, splits)
+        words += (far | (codes[j] << 28),)
+    shared.put_four(memory, row - first, words[0], words[1], words[2], words[3])
+    return extra, tl.minimum(total + tl.sum(gap), length), highest
+
+
+@triton.jit
+def find_last(payload, n_words, n_bits, unary, count):
+    """The window with the last of `count` ones: where it begins, how many ones are before it, its bits and its ones."""
+    window, done = unary, 0
+    bits, n_ones = load_window(payload, n_words, window)
+    while (done + tl.sum(n_ones) < count) & (window + WINDOW < n_bits):
+        done += tl.sum(n_ones)
+        window += WINDOW
+        bits, n_ones = load_window(payload, n_words, window)
+    return window, done, bits, n_ones
+
+
+@triton.jit
+def ends_well(payload, n_bits, last, end):
+    """Whether the planes end in the last word, with zeros behind."""
+    used = end - (n_bits - 32)
+    rest = tl.load(payload + last).to(tl.uint32, bitcast=True).to(tl.uint64)
+    rest = rest >> tl.minimum(tl.maximum(used, 0), 32).to(tl.uint64)
+    return (used >= 1) & (used <= 32) & (rest == 0)
+
+
+@triton.jit
+def read_payload(
+    payload, n_words, low, count, length, order, words, start, room, origin, n_inside, chunk, splits,
+    hybrid: tl.constexpr, single: tl.constexpr,
+):  # fmt: skip
+    """Writes the words of a payload to words[start ..]; returns whether it is right."""
+    n_bits, last, k = tl.minimum(n_words, MOST_WORDS) * 32, n_words - 1, low_bits(length, count)
+    plane = low + count * k
+    unary = plane + count * (1 if hybrid else 3)
+    good = (unary + count <= n_bits) & (n_words <= MOST_WORDS)
+    if good:
+        memory = shared.reserve(WINDOW)
+        window, done, bits, n_ones = find_last(payload, n_words, n_bits, unary, count)
+        good = done + tl.sum(n_ones) >= count
         if good:
-            end, done, inside = read_places(
-                payload, n_bits, low, k, unary, count, length, out, counts + rank * n_chunks, begin, n_chunks, chunk,
-                lanes,
-            )  # fmt: skip
-            good = inside & (done == count)
-            if good:
-                tl.debug_barrier()
-                end = read_codes(payload, n_bits, plane, end, count, order, out, hybrid, lanes)
-                last = tl.load(payload + (n_bits >> 5) - 1)
-                used = end - (n_bits - 32)  # 1 .. 32 bits of the last word
-                good = (used >= 1) & (used <= 32)
-                left = (last.to(tl.int64) & 0xFFFFFFFF) >> tl.minimum(tl.maximum(used, 0), 32).to(tl.int64)
-                good &= left == 0
-        if not good:
-            tl.store(broken + rank, 1)
+            find_ones(memory, bits, n_ones)
+            extra = window + shared.get(memory, count - 1 - done) + 1
+            several, window, stop, total, highest = done > 0, unary, 0, -1, tl.zeros((WARP,), tl.int32)
+            while stop < count:
+                first = stop
+                if several:  # otherwise the only one stands in memory
+                    bits, n_ones = load_window(payload, n_words, window)
+                    find_ones(memory, bits, n_ones)
+                stop = tl.minimum(first + tl.sum(n_ones), count)
+                for batch in tl.range(first, stop, WARP * ROW):
+                    extra, total, highest = read_row(
+                        memory, first, payload, batch + tl.arange(0, WARP) * ROW, stop, window - unary, low, k, plane,
+                        extra, total, highest, last, length, order, origin, n_inside, chunk, splits, hybrid, single,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                    ordinal = batch + tl.arange(0, WARP * ROW)
+                    inside = (ordinal < stop) & (start + ordinal < room)
+                    tl.store(words + start + ordinal, shared.get(memory, ordinal - first), mask=inside)
+                window += WINDOW
+            good = (tl.max(highest) < length) & ends_well(payload, n_bits, last, extra)
+    return good

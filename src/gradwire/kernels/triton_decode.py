@@ -3,46 +3,84 @@
 checksum   sum_i w_i (2 i + 1) of every message
 check      places that are outside or out of order, exponents that float32 cannot say
 starts     where the words of each tile begin in every rank's message
-add        out = the mean over the ranks, one program a tile: the ranks in order, where the order can matter
+add        out = the mean over the ranks, in their order, tile by tile in shared memory
 """
 
 # Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator,assignment"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from gradwire.kernels import triton_shared as shared
+
 PLACE = tl.constexpr((1 << 28) - 1)
-NOTHING = tl.constexpr(-128)
+SAFE = tl.constexpr(-126 + 7)  # with an exponent from here on, 2^(e - d) is no denormal
+LOOKED_AT = tl.constexpr(128)  # exponents at a time
+AHEAD = tl.constexpr(8)  # ranks whose words are on their way together
 
 
 @triton.jit(do_not_specialize=["n_words"])
-def checksum_kernel(messages, stride, n_words, total, width: tl.constexpr):
+def checksum_kernel(messages, stride: tl.int64, n_words, total, width: tl.constexpr, rounds: tl.constexpr):
     """Program (part of a message, rank). Integers modulo 2^64: the order in which they are added is of no account."""
-    rank = tl.program_id(1)
-    place = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
-    word = tl.load(messages + rank.to(tl.int64) * stride + place, mask=place < n_words, other=0)
-    tl.atomic_add(total + rank, tl.sum(word.to(tl.int64) * (2 * place + 1)), sem="relaxed")
-
-
-@triton.jit
-def stretch(number):
-    """In 64 bits."""
-    return tl.full((), 0, tl.int64) + number
+    rank, begin = tl.program_id(1), tl.program_id(0).to(tl.int64) * (width * rounds)
+    message, left = messages + rank * stride + begin, n_words - begin
+    plain, weighted = tl.zeros((width,), tl.int64), tl.zeros((width,), tl.int64)
+    for number in tl.static_range(rounds):
+        at = number * width + tl.arange(0, width)
+        word = tl.load(message + at, mask=at < left, other=0).to(tl.int64)
+        plain += word
+        weighted += word * at
+    tl.atomic_add(total + rank, tl.sum(plain) * (2 * begin + 1) + tl.sum(weighted) * 2, sem="relaxed")
 
 
 @triton.jit
 def slots_of(index, ends, n_slots, steps):
-    """Which tensor each flat index is in: how many tensors end at it or before."""
+    """Which tensor each flat index is in: how many tensors end at it or before, the last one for those behind it."""
     low, high = tl.zeros_like(index).to(tl.int32), tl.zeros_like(index).to(tl.int32) + n_slots
     for _ in tl.range(0, steps):
         middle = (low + high) // 2
         open_ = low < high
         after = open_ & (tl.load(ends + middle, mask=open_, other=0) <= index)
         low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
-    return low
+    return tl.minimum(low, n_slots - 1)
+
+
+@triton.jit
+def lowest_of(exponents, n_slots):
+    lowest = tl.full((LOOKED_AT,), 127, tl.int32)
+    for start in tl.range(0, n_slots, LOOKED_AT):
+        slot = start + tl.arange(0, LOOKED_AT)
+        lowest = tl.minimum(lowest, tl.load(exponents + slot, mask=slot < n_slots, other=127))
+    return tl.min(lowest)
+
+
+@triton.jit
+def has_small(
+    message, start, counts, n_chunks, chunk, numel, exponents, ends, n_slots, steps, bad, width: tl.constexpr
+):
+    """Whether some of `width` words from `start` on stand for less than float32 can say."""
+    at, found, stop, origin = start + tl.arange(0, width), False, 0, tl.zeros((), tl.int64)
+    for number in tl.range(0, n_chunks):
+        begin = stop
+        stop += tl.load(counts + number)
+        first, last = tl.maximum(begin, start), tl.minimum(stop, start + width) - 1
+        if first <= last:
+            have = (at >= first) & (at <= last)
+            word = tl.load(message + at, mask=have, other=0)
+            edge = (tl.load(message + tl.where(tl.arange(0, 2) == 0, first, last)) & PLACE) + origin
+            slot = slots_of(tl.minimum(edge, numel - 1), ends, n_slots, steps)
+            # nearly always all in one tensor, and a search for every word would take long
+            if bad | (tl.min(slot) != tl.max(slot)):
+                index = tl.minimum((word & PLACE) + origin, numel - 1)
+                exponent = tl.load(exponents + slots_of(index, ends, n_slots, steps), mask=have, other=127)
+            else:
+                exponent = tl.load(exponents + tl.min(slot)) + tl.zeros((width,), tl.int32)
+            found |= tl.max((have & (exponent - ((word >> 28) & 7) < -126)).to(tl.int32)) != 0
+        origin += chunk
+    return found
 
 
 @triton.jit(do_not_specialize=["n_chunks", "chunk", "n_slots", "steps"])
@@ -51,169 +89,117 @@ def check_kernel(
     hybrid: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """Program (part of a message, rank). Places are compared within their chunk, in 32 bits."""
-    rank = tl.program_id(1)
-    start = tl.program_id(0) * width
-    at = start + tl.arange(0, width)
-    first, its_chunk, its_end = at < 0, at * 0, at * 0  # first of its chunk; the chunk and its places
-    stop = 0
+    rank, start = tl.program_id(1), tl.program_id(0) * width
+    message, its_counts, its_exponents = words + rank * stride, counts + rank * n_chunks, exponents + rank * n_slots
+    at, total = start + tl.arange(0, width), 0
     for number in tl.range(0, n_chunks):
-        begin = stop
-        stop += tl.load(counts + rank * n_chunks + number)
-        its_chunk = tl.where(at >= begin, number, its_chunk)
-        its_end = tl.where(at >= begin, tl.minimum(numel - number * stretch(chunk), chunk).to(tl.int32), its_end)
-        first |= at == begin
-    if start < stop:
-        message, have = words + rank * stride, at < stop
-        word = tl.load(message + at, mask=have, other=0)
-        before = tl.load(message + at - 1, mask=have & (first == 0), other=0) & PLACE
-        place = word & PLACE
-        outside = (place >= its_end) | ((first == 0) & (place <= before))
-        if tl.max((have & outside).to(tl.int32)) != 0:
-            tl.store(found + rank * 2, 1)
+        total += tl.load(its_counts + number)
+    if start < total:
+        place = tl.load(message + at, mask=at < total, other=0) & PLACE
+        before = tl.load(message + at - 1, mask=(at > 0) & (at < total), other=0) & PLACE
+        lowest = 127
         if not hybrid:
-            number = tl.min(its_chunk)
-            least, most = tl.min(tl.where(have, place, PLACE)), tl.max(tl.where(have, place, 0))
-            edge = tl.where(tl.arange(0, 2) == 0, least, most) + number * stretch(chunk)
-            edge = tl.minimum(edge, tl.maximum(numel - 1, 0))
-            edges = tl.minimum(slots_of(edge, ends, n_slots, steps), n_slots - 1)
-            # nearly always all in one tensor, and a search for every word would take long
-            if (tl.min(edges) == tl.max(edges)) & (number == tl.max(its_chunk)):
-                exponent = tl.load(exponents + rank * n_slots + tl.min(edges)) + tl.zeros((width,), tl.int32)
-            else:
-                index = tl.minimum(its_chunk * stretch(chunk) + place, tl.maximum(numel - 1, 0))
-                slot = tl.minimum(slots_of(index, ends, n_slots, steps), n_slots - 1)
-                exponent = tl.load(exponents + rank * n_slots + slot, mask=have, other=0)
-            small = exponent - ((word >> 28) & 7) < -126
-            if tl.max((have & small).to(tl.int32)) != 0:
-                tl.store(found + rank * 2 + 1, 1)
+            lowest = lowest_of(its_exponents, n_slots)
+        falls, outside, stop, origin = at < 0, False, 0, tl.zeros((), tl.int64)
+        for number in tl.range(0, n_chunks):
+            begin = stop
+            stop += tl.load(its_counts + number)
+            falls |= (at > begin) & (at < stop) & (place <= before)
+            last = tl.minimum(stop, start + width) - 1
+            if last >= tl.maximum(begin, start):
+                outside |= (tl.load(message + last) & PLACE) >= tl.minimum(numel - origin, chunk)
+            origin += chunk
+        bad = outside | (tl.max(falls.to(tl.int32)) != 0)
+        if bad:
+            tl.store(found + rank * 2, 1)
+        if lowest < SAFE:
+            small = has_small(
+                message, start, its_counts, n_chunks, chunk, numel, its_exponents, ends, n_slots, steps, bad, width
+            )
+            tl.store(found + rank * 2 + 1, 1, mask=small)
 
 
 @triton.jit(do_not_specialize=["n_ranks", "n_tiles", "n_chunks", "chunk", "steps"])
 def starts_kernel(
-    words, stride, counts, base, low, origin, starts, n_ranks, n_tiles, n_chunks, chunk, steps,
-    group: tl.constexpr, width: tl.constexpr, ranks: tl.constexpr,
+    words, stride: tl.int64, counts, base, low, origin, starts, n_ranks, n_tiles, n_chunks, chunk, steps,
+    width: tl.constexpr,
 ):  # fmt: skip
-    """Program: some tiles of all ranks, binary searches side by side. starts int32 [tiles + 1, W]."""
-    tile, rank = tl.program_id(0) * width + tl.arange(0, width)[:, None], tl.arange(0, ranks)[None, :]
+    """Program (some tiles, rank): binary searches side by side. starts int32 [tiles + 1, W]."""
+    rank, tile = tl.program_id(1), tl.program_id(0) * width + tl.arange(0, width)
     ours = tile < n_tiles
-    its_origin = tl.load(origin + tile // group, mask=ours, other=0)
-    place = tl.load(base + tile, mask=ours, other=0) - its_origin
-    place = (place + tl.load(low + tile, mask=ours, other=0)).to(tl.int32)
-    its_chunk = (its_origin // chunk).to(tl.int32)
-    begin, end = tl.zeros((width, ranks), tl.int32), tl.zeros((width, ranks), tl.int32)
-    stop = tl.zeros((1, ranks), tl.int32)
+    its_origin = tl.load(origin + tile, mask=ours, other=0)
+    place = tl.load(base + tile, mask=ours, other=0) - its_origin + tl.load(low + tile, mask=ours, other=0)
+    place, its_chunk = place.to(tl.int32), (its_origin // chunk).to(tl.int32)
+    begin, end, stop = tile * 0, tile * 0, 0
     for number in tl.range(0, n_chunks):
         begin = tl.where(its_chunk == number, stop, begin)
-        stop += tl.load(counts + rank * n_chunks + number, mask=rank < n_ranks, other=0)
+        stop += tl.load(counts + rank * n_chunks + number)
         end = tl.where(its_chunk == number, stop, end)
     begin, end = tl.where(ours, begin, stop), tl.where(ours, end, stop)
-    message = words + rank.to(tl.int64) * stride
+    message = words + rank * stride
     for _ in tl.range(0, steps):
         middle = begin + (end - begin) // 2
         is_open = begin < end
-        word = tl.load(message + middle, mask=is_open, other=0) & PLACE
-        after = is_open & (word < place)
+        after = is_open & ((tl.load(message + middle, mask=is_open, other=0) & PLACE) < place)
         begin, end = tl.where(after, middle + 1, begin), tl.where(after, end, middle)
-    tl.store(starts + tile * n_ranks + rank, begin, mask=(tile <= n_tiles) & (rank < n_ranks))
+    tl.store(starts + tile * n_ranks + rank, begin, mask=tile <= n_tiles)
 
 
 @triton.jit
-def add_words(word, have, exponent, tau, share, origin, out, hybrid: tl.constexpr, exact: tl.constexpr):
-    """out += value / W at the places of some words of one rank, all different. origin: of the chunk, from `out`."""
+def coming_words(words, stride, bounds, exponents, first, n_ranks, n_slots, lane):
+    """Of AHEAD ranks from `first` on: where their words of a tile begin and end, the exponent, the first of the words.
+
+    bounds: where they begin, and in the next row where they end. Loads that do not wait for one another.
+    """
+    coming = ()
+    for ahead in tl.static_range(AHEAD):
+        rank = first + ahead
+        ours = rank < n_ranks
+        begin, end = tl.load(bounds + rank, mask=ours, other=0), tl.load(bounds + n_ranks + rank, mask=ours, other=0)
+        exponent = tl.load(exponents + rank * n_slots, mask=ours, other=0)
+        word = tl.load(words + rank * stride + begin + lane, mask=begin + lane < end, other=0)
+        coming += ((begin, end, exponent, word),)
+    return coming
+
+
+@triton.jit
+def add_words(memory, word, have, exponent, tau, share, origin, hybrid: tl.constexpr):
+    """memory += value / W at the places of some words of one rank, all different. origin: of the tile in its chunk."""
     if hybrid:
         value = tl.zeros_like(word).to(tl.float32) + tau
     else:
         value = ((exponent - ((word >> 28) & 7) + 127) << 23).to(tl.float32, bitcast=True)
     value *= share
-    value, at = tl.where(word < 0, -value, value), out + (word & PLACE) - origin
-    if exact:
-        tl.atomic_add(at, value, mask=have, sem="relaxed")
-    else:
-        tl.store(at, tl.load(at, mask=have, other=0.0) + value, mask=have)
-
-
-@triton.jit
-def is_exact(exponents, n_ranks, n_slots, slot, share, ranks: tl.constexpr):
-    """Whether the sums of a tensor are exact, so that the order of the additions is of no account.
-
-    Where 1/W is a power of two all values are +-2^(e - d) / W: multiples of the smallest, which must be no denormal
-    (atomic additions flush those), and in all at most 2^24 times as large.
-    """
-    rank = tl.arange(0, ranks)
-    exponent = tl.load(exponents + rank * n_slots + slot, mask=rank < n_ranks, other=NOTHING)
-    largest = tl.max(exponent)
-    smallest = tl.min(tl.where(exponent == NOTHING, 127, exponent))
-    bits = (tl.zeros((1,), tl.float32) + share).to(tl.int32, bitcast=True)
-    power = tl.max(bits & 0x007FFFFF) == 0
-    down = 127 - (tl.max(bits) >> 23)  # log2 W
-    return power & (largest - smallest + 7 + down <= 24) & (smallest - 7 - down >= -126)
-
-
-@triton.jit
-def add_rank_by_rank(
-    words, stride, bounds, exponents, origin, slot, out, tau, share, n_ranks, n_slots,
-    hybrid: tl.constexpr, lanes: tl.constexpr,
-):  # fmt: skip
-    """The words of all ranks for one tile, `out`. bounds: where they begin, and in the next row where they end."""
-    lane = tl.arange(0, lanes)
-    message = words
-    for rank in tl.range(0, n_ranks):
-        begin, end = tl.load(bounds + rank), tl.load(bounds + n_ranks + rank)
-        exponent = tl.load(exponents + rank * n_slots + slot)
-        tl.debug_barrier()  # the sums of one rank are in place before the next one reads them
-        for at in tl.range(begin, end, lanes):
-            have = at + lane < end
-            word = tl.load(message + at + lane, mask=have, other=0)
-            add_words(word, have, exponent, tau, share, origin, out, hybrid, False)
-        message += stride
-
-
-@triton.jit
-def add_all_ranks(
-    words, stride, bounds, exponents, origin, slot, out, tau, share, n_ranks, n_slots,
-    hybrid: tl.constexpr, lanes: tl.constexpr, ranks: tl.constexpr,
-):  # fmt: skip
-    """As `add_rank_by_rank`, where every order gives the same: the rows are ranks, side by side."""
-    rank, lane = tl.arange(0, ranks), tl.arange(0, lanes)[None, :]
-    ours = rank < n_ranks
-    begin = tl.load(bounds + rank, mask=ours, other=0)
-    end = tl.load(bounds + n_ranks + rank, mask=ours, other=0)
-    exponent = tl.load(exponents + rank * n_slots + slot, mask=ours, other=0)
-    for start in tl.range(0, tl.max(end - begin), lanes):
-        at = begin[:, None] + start + lane
-        have = at < end[:, None]
-        word = tl.load(words + rank.to(tl.int64)[:, None] * stride + at, mask=have, other=0)
-        add_words(word, have, exponent[:, None], tau, share, origin, out, hybrid, True)
+    shared.add(memory, (word & PLACE) - origin, tl.where(word < 0, -value, value), have)
 
 
 @triton.jit(do_not_specialize=["n_ranks", "n_slots"])
 def add_kernel(
     words, stride: tl.int64, starts, exponents, base, low, high, slot, origin, out, tau, share, n_ranks, n_slots,
-    hybrid: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr, ranks: tl.constexpr,
+    hybrid: tl.constexpr, size: tl.constexpr, lanes: tl.constexpr, piece: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile: zeros, then the ranks. The tile stays in the cache and goes to memory once."""
-    tile = tl.program_id(0)
-    its_base = tl.multiple_of(tl.load(base + tile), 32)
-    its_low, its_high = tl.load(low + tile), tl.load(high + tile)
-    its_slot = tl.load(slot + tile // group)
-    its_origin = (its_base - tl.load(origin + tile // group)).to(tl.int32)
-    place = tl.arange(0, size)
-    if its_high - its_low == size:
-        tl.store(out + its_base + place, tl.zeros((size,), tl.float32))
-    else:
-        tl.store(out + its_base + place, tl.zeros((size,), tl.float32), mask=(place >= its_low) & (place < its_high))
-    here, bounds = out + its_base, starts + tile * n_ranks
-    exact = False
-    if not hybrid:
-        exact = is_exact(exponents, n_ranks, n_slots, its_slot, share, ranks)
+    """One program a tile, which is summed up in shared memory and goes to global memory once."""
+    tile, lane = tl.program_id(0), tl.arange(0, lanes)
+    memory = shared.reserve(size)
+    its_base, its_exponents = tl.load(base + tile), exponents + tl.load(slot + tile)
+    its_origin = (its_base - tl.load(origin + tile)).to(tl.int32)
+    shared.clear(memory, size)
+    for first in tl.range(0, n_ranks, AHEAD):
+        coming = coming_words(words, stride, starts + tile * n_ranks, its_exponents, first, n_ranks, n_slots, lane)
+        for ahead in tl.static_range(AHEAD):
+            begin, end, exponent, word = coming[ahead]
+            message = words + (first + ahead) * stride
+            tl.debug_barrier()  # the sums of one rank are in place before the next one reads them
+            for at in tl.range(begin, end, lanes):
+                following = tl.load(message + at + lanes + lane, mask=at + lanes + lane < end, other=0)
+                add_words(memory, word, at + lane < end, exponent, tau, share, its_origin, hybrid)
+                word = following
     tl.debug_barrier()
-    if exact:
-        add_all_ranks(
-            words, stride, bounds, exponents, its_origin, its_slot, here, tau, share, n_ranks, n_slots,
-            hybrid, lanes, ranks,
-        )  # fmt: skip
-    else:
-        add_rank_by_rank(
-            words, stride, bounds, exponents, its_origin, its_slot, here, tau, share, n_ranks, n_slots,
-            hybrid, lanes,
-        )  # fmt: skip
+    its_low, its_high = tl.load(low + tile), tl.load(high + tile)
+    for start in tl.range(0, size, piece):
+        place = start + tl.arange(0, piece)
+        value = shared.get(memory, place).to(tl.float32, bitcast=True)
+        if its_high - its_low == size:
+            tl.store(out + its_base + place, value)
+        else:
+            tl.store(out + its_base + place, value, mask=(place >= its_low) & (place < its_high))

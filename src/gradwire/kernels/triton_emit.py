@@ -9,11 +9,14 @@ import triton
 import triton.language as tl
 
 from gradwire.kernels.triton_records import (
+    ALL,
     APART,
+    CHOSEN,
     CLASSES,
     DROPPED,
     SPAN,
     SPILLED,
+    WINDOW,
     State,
     census,
     class_of,
@@ -24,7 +27,10 @@ from gradwire.kernels.triton_records import (
     overlap,
     spilled_part,
     tally,
+    total_of,
 )
+
+CLEARED = tl.constexpr(1024)  # words at a time of `clear`
 
 
 @triton.jit
@@ -79,7 +85,7 @@ def emit_spilled(
     Returns how many were sent of each class, [8].
     """
     base = tl.load(cut.base + tile)
-    position = tl.load(plan.numbers + 1) + tl.atomic_add(sums.taken + 1, n_sent.to(tl.int64), sem="relaxed")
+    position = tl.load(plan.numbers + 1) * 8 + tl.atomic_add(sums.taken + 1, n_sent.to(tl.int64), sem="relaxed")
     carry, codes = 0, tl.zeros((CLASSES,), tl.int32)
     for start in tl.range(0, size, SPAN):
         lane = start + tl.arange(0, SPAN)
@@ -105,20 +111,21 @@ def emit_spilled(
 
 @triton.jit
 def candidates(found, source, have):
-    return tl.load(found.place + source, mask=have, other=0), tl.load(found.residual + source, mask=have, other=0.0)
+    """Place and r. Places as int32: carried from round to round as int16 they would be packed and unpacked."""
+    place = tl.load(found.place + source, mask=have, other=0)
+    return place.to(tl.int32), tl.load(found.residual + source, mask=have, other=0.0)
 
 
 @triton.jit
-def emit_stored(
+def emit_rows(
     position, kept, begin, prefix, origin, top, limits, here, test, quantum, found, words,
-    all_sent: tl.constexpr, feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
+    whom: tl.constexpr, feedback: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of a group that are in the scratch; all_sent: every candidate is, so nobody has to be counted.
+    """Candidates of tiles that are in the scratch. whom: ALL, those still in the WINDOW, or those CHOSEN by `limits`.
 
     Returns the tally of what was sent. The candidates of the next round are on their way while one round is written.
     """
-    packed = tl.zeros((group, lanes), tl.int64)
-    carry = tl.zeros((group,), tl.int32)
+    packed, carry = tl.zeros((rows, lanes), tl.int64), tl.zeros((rows,), tl.int32)
     lane = tl.arange(0, lanes)[None, :]
     next_place, next_residual = candidates(found, position[:, None] + lane, lane < kept[:, None])
     for _done in tl.range(0, tl.max(kept), lanes):
@@ -127,9 +134,13 @@ def emit_stored(
         bits = r.to(tl.int32, bitcast=True)
         classes = class_of(bits, top, quantum)
         # Said to be contiguous along a row so that a warp keeps to its row; masks keep stores one element wide.
-        at = tl.max_contiguous((tl.arange(0, group) * size)[:, None] + place, (1, 2))
-        if all_sent:
+        at = tl.max_contiguous((tl.arange(0, rows) * size)[:, None] + place, (1, 2))
+        if whom == ALL:
             sent, to = have, begin[:, None] + lane
+        elif whom == WINDOW:
+            sent = have & (place >= 0)
+            to = tl.max_contiguous(begin[:, None] + carry[:, None] + tl.cumsum(sent.to(tl.int32), axis=1) - 1, (1, 2))
+            carry += tl.sum(sent.to(tl.int32), axis=1)
         else:
             classes = tl.where(have, classes, DROPPED)
             step = steps_of(classes, limits[0])
@@ -138,12 +149,14 @@ def emit_stored(
             to = tl.max_contiguous(begin[:, None] + before, (1, 2))
         tl.store(words + to, word_of(bits, classes, origin + at, quantum), mask=sent)
         packed += tally(classes, sent)
-        if not all_sent or quantum.hybrid or feedback:
+        if whom == CHOSEN:
             left = have & (sent == 0)
-            v = tl.load(found.variance + source, mask=have if quantum.hybrid else left, other=0.0)
+            v = tl.load(found.variance + source, mask=left, other=0.0)
             tl.store(here.residual + at, r, mask=left)
             tl.store(here.variance + at, v * test.zeta, mask=left)
-            tl.store(found.place + source, tl.full((group, lanes), -1, tl.int16), mask=left)
+            tl.store(found.place + source, tl.full((rows, lanes), -1, tl.int16), mask=left)
+        if quantum.hybrid or feedback:
+            v = tl.load(found.variance + source, mask=sent, other=0.0)
             settle(at, r, v, bits, classes, sent, top, here, quantum, feedback)
         lane += lanes
     return packed
@@ -152,40 +165,59 @@ def emit_stored(
 @triton.jit
 def emit_kernel(
     state, cut, test, quantum, found, sums, plan, report,
-    feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
+    feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """One program a group of which all candidates are sent; rows are tiles, columns candidates.
+    """One program for `rows` tiles of a group from which nobody has to choose; columns are candidates.
 
     Apart from `emit_cut_kernel`, which needs twice the registers: here it counts how many programs run at a time.
     """
-    number = tl.program_id(0)
-    row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
-    count = tl.load(found.count + row)
-    if (tl.load(plan.sure + number) != 0) & (tl.max(count) != 0):
+    number, first = tl.program_id(0) * rows // group, tl.program_id(0) * rows % group
+    row, column = number * group + first + tl.arange(0, rows), tl.arange(0, CLASSES)
+    count, kind = tl.load(found.count + row), tl.load(plan.kind + number)
+    if (kind != CHOSEN) & (tl.max(count) != 0):
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
-        here = State(state.residual + base, state.variance + base)
-        origin = (base - tl.load(cut.origin + number)).to(tl.int32)
+        origin = (base - tl.load(cut.origin + number)).to(tl.int32) + first * size
+        here = State(state.residual + base + first * size, state.variance + base + first * size)
         top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
         position = tl.load(found.position + row, mask=count > 0, other=0)
-        begin = tl.load(plan.begin + number) + tl.cumsum(count) - count
-        packed = emit_stored(
-            position, count, begin, begin, origin, top, (8, 0, 0, 0), here, test, quantum, found, report.words,
-            True, feedback, size, group, lanes,
-        )  # fmt: skip
-        codes = tl.sum(counters(packed), axis=0)
+        begin = tl.load(plan.begin + number) + tl.load(plan.before + row)
+        limits = (8, 0, 0, 0)
+        if kind == ALL:
+            packed = emit_rows(
+                position, count, begin, begin, origin, top, limits, here, test, quantum, found, report.words,
+                ALL, feedback, size, rows, lanes,
+            )  # fmt: skip
+        else:
+            packed = emit_rows(
+                position, count, begin, begin, origin, top, limits, here, test, quantum, found, report.words,
+                WINDOW, feedback, size, rows, lanes,
+            )  # fmt: skip
+        codes = total_of(packed, rows * size)
         if quantum.hybrid:
             codes = tl.where(column == 0, tl.sum(codes), 0)
         tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
 
 
 @triton.jit
+def clear(words, begin, n_words, width: tl.constexpr):
+    """Zeros after the last word. A loop: how many are to be written is known on the device alone."""
+    for at in tl.range(begin + tl.program_id(0) * width, n_words, tl.num_programs(0) * width):
+        place = at + tl.arange(0, width)
+        tl.store(words + place, tl.zeros((width,), tl.int32), mask=place < n_words)
+
+
+@triton.jit
 def emit_cut_kernel(
-    state, cut, test, quantum, found, sums, plan, report,
+    state, cut, test, quantum, found, sums, plan, report, n_words,
     feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
-    """As `emit_kernel`, for the other groups: candidates below the window or without room, tiles that were spilled."""
+    """As `emit_kernel`, one program a group, for the other groups: without room for all, or with tiles spilled.
+
+    And zeros after the last word.
+    """
     number = tl.program_id(0)
-    if tl.load(plan.sure + number) == 0:
+    clear(report.words, tl.load(plan.begin + tl.num_programs(0)), n_words, CLEARED)
+    if tl.load(plan.kind + number) == CHOSEN:
         row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
         count = tl.load(found.count + row)
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
@@ -202,9 +234,9 @@ def emit_cut_kernel(
         n_sent = tl.sum(tl.where(column[None, :] < last, histogram, 0), axis=1) + overlap(prefix, partial, limits)
         begin = tl.load(plan.begin + number) + tl.cumsum(n_sent) - n_sent
         kept = tl.where(position != SPILLED, count, 0)
-        packed = emit_stored(
+        packed = emit_rows(
             position, kept, begin, prefix, origin, top, limits, here, test, quantum, found, report.words,
-            False, feedback, size, group, lanes,
+            CHOSEN, feedback, size, group, lanes,
         )  # fmt: skip
         codes = tl.sum(counters(packed), axis=0)
         if tl.min(position) == SPILLED:

@@ -1,11 +1,11 @@
 """Steps 2 to 4 for CUDA: Triton kernels, of which only the first touches every element.
 
     stream     r += g, v += m, test; who passes gets r = v = 0 and is written down tile by tile, in the scratch
-    classify   how many of each size class every tile has, where somebody must know it beforehand
+    classify   who is below the window gets r and v back; how many are sent; where room is short, how many a class
     share      per tensor: exponent, how many passed, and where room is short which class is cut, and where
     scan       where each group's words begin
-    emit       the words; what is sent is settled; emit_cut also puts back who is not sent
-    clear      zeros after the last word
+    emit       the words; what is sent is settled
+    emit_cut   the same where room is short, and who is not sent is put back; zeros after the last word
     put_back   undo: whoever is still written down gets r and v back
 
 The first two are here, the others in triton_share.py and triton_emit.py, the records in triton_records.py.
@@ -23,13 +23,18 @@ import triton
 import triton.language as tl
 
 from gradwire.kernels.triton_records import (
+    ALIGN,
+    ALL,
     APART,
     BAD,
+    CHOSEN,
     CLASSES,
     DROPPED,
     MAGNITUDE,
     SPAN,
     SPILLED,
+    WINDOW,
+    State,
     census,
     class_of,
     counters,
@@ -51,10 +56,9 @@ def accumulate(grad, moment, state, base, low, high, top_at, test, quantum, whol
     lane = tl.arange(0, size)
     r_at, v_at = state.residual + base + lane, state.variance + base + lane
     g_at, m_at = grad + base + lane, moment + base + lane
+    # No hints to the cache: with evict_first for g and m all of it took 1.79 ms instead of 1.63 (H200, ratio 10).
     if whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
-        r, v = tl.load(r_at), tl.load(v_at)
-        g = tl.load(g_at, eviction_policy="evict_first")
-        m = tl.load(m_at, eviction_policy="evict_first")
+        r, v, g, m = tl.load(r_at), tl.load(v_at), tl.load(g_at), tl.load(m_at)
     else:
         inside = (lane >= low) & (lane < high)
         r, v = tl.load(r_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
@@ -92,13 +96,13 @@ def note(
             tl.store(sums.bad, 1)
     if count != 0:
         tl.atomic_add(sums.asked + slot * APART + tile % APART, count, sem="relaxed")
-        taken = (count + 7) // 8 * 8
-        position = tl.atomic_add(sums.taken, taken.to(tl.int64), sem="relaxed")
-        if position + taken <= tl.load(plan.numbers + 1):
+        taken = (count + 7) // 8  # the scratch is given out in eights
+        eights = tl.atomic_add(sums.taken, taken.to(tl.int64), sem="relaxed")
+        position = eights * 8
+        if eights + taken <= tl.load(plan.numbers + 1):
             # Said to be contiguous so that the values stay in the threads that loaded them, and do not go through
             # shared memory first. The mask, different from lane to lane, keeps every store one element wide.
             at = tl.max_contiguous(tl.multiple_of(tl.cumsum(passes.to(tl.int32)) - 1, 4), 4)
-            position = tl.multiple_of(position, 8)
             tl.store(found.place + position + at, lane.to(tl.int16), mask=passes)
             tl.store(found.residual + position + at, a, mask=passes)
             tl.store(found.variance + position + at, b, mask=passes)
@@ -117,41 +121,102 @@ def note(
 
 @triton.jit
 def stream_kernel(
-    grad, moment, state, cut, test, quantum, found, sums, plan, ragged,
+    grad, moment, state, cut, test, quantum, found, sums, plan, visit,
     all_live: tl.constexpr, whole: tl.constexpr, size: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
-    """One program a tile: launched for all, where it takes the whole ones, and for those in `ragged`.
+    """One program a tile of `visit`; whole: they are all full.
 
     What is below the window of the largest |r| that the tensor's tiles have found so far is certainly not sent, so it
-    does not pass here. How much that catches depends on the order of the tiles; what is sent does not: `emit` drops
-    the rest. (It saves `emit` from putting them back one by one: H200, ratio 10, 8 % below the window: 441 us to 135.)
+    does not pass here. How much that catches depends on the order of the tiles; what is sent does not: `classify`
+    gives the rest back, one by one.
     """
-    tile = tl.program_id(0) if whole else tl.load(ragged + tl.program_id(0))
-    base = tl.multiple_of(tl.load(cut.base + tile), 32)
-    low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
-    slot = tl.load(cut.slot + tile // group)
-    if (high - low == size) == whole:
-        live = True
-        if not all_live:
-            live = tl.load(cut.live + slot) != 0
-        if live & (high > low):
-            a, b, passes, bits, known = accumulate(
-                grad, moment, state, base, low, high, sums.tops + slot * APART, test, quantum, whole, size
-            )
-            note(a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan, whole, size)
-        else:
-            tl.store(found.count + tile, 0)
-            tl.store(found.known + tile, 0)
+    tile, slot = tl.load(visit.tile + tl.program_id(0)), tl.load(visit.slot + tl.program_id(0))
+    base = tl.load(visit.base + tl.program_id(0)).to(tl.int64) * ALIGN
+    low, high = 0, size
+    if not whole:
+        low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
+    live = True
+    if not all_live:
+        live = tl.load(cut.live + slot) != 0
+    if live & (high > low):
+        a, b, passes, bits, known = accumulate(
+            grad, moment, state, base, low, high, sums.tops + slot * APART, test, quantum, whole, size
+        )
+        note(a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan, whole, size)
+    else:
+        tl.store(found.count + tile, 0)
+        tl.store(found.known + tile, 0)
+
+
+@triton.jit
+def in_scratch(position, lane, kept):
+    """Where the candidates lane [1, lanes] of tiles [rows] are in the scratch, and a mask to read them with.
+
+    It is given out in eights, which the arithmetic tells the compiler: a thread reads 16 bytes at once. What is read
+    after the last candidate is to be ignored.
+    """
+    return (position // 8 * 8)[:, None] + lane, lane < ((kept + 7) // 8 * 8)[:, None]
+
+
+@triton.jit
+def drop_below(
+    position, kept, top, here, test, quantum, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
+):
+    """Gives r and v back to candidates below the window, of the first `kept` of every tile; how many, [group].
+
+    Scattered writes: H200, 64 tensors, ratio 10, 3 % of the candidates: 90 us.
+    """
+    below = tl.zeros((group, lanes), tl.int32)
+    for start in tl.range(0, tl.max(kept), lanes):
+        lane = start + tl.arange(0, lanes)[None, :]
+        source, mask = in_scratch(position, lane, kept)
+        r = tl.load(found.residual + source, mask=mask, other=0.0)
+        left = (class_of(r.to(tl.int32, bitcast=True), top, quantum) == DROPPED) & (lane < kept[:, None])
+        below += left.to(tl.int32)
+        place = tl.load(found.place + source, mask=left, other=0)
+        v = tl.load(found.variance + source, mask=left, other=0.0)
+        # Said to be contiguous so that the values stay in the threads that read them; the mask keeps stores narrow.
+        at = tl.multiple_of((tl.arange(0, group) * size)[:, None] + place, (1, 4))
+        at = tl.max_contiguous(at, (1, 4))
+        tl.store(here.residual + at, r, mask=left)
+        tl.store(here.variance + at, v * test.zeta, mask=left)
+        tl.debug_barrier()  # should another thread mark the place than has read it
+        tl.store(found.place + source, tl.full((group, lanes), -1, tl.int16), mask=left)
+    return tl.sum(below, axis=1)
+
+
+@triton.jit
+def n_of_classes(
+    number, count, position, top, state, cut, test, quantum, found,
+    size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """How many candidates of each class are in each tile of a group, [group, 8]."""
+    row, kept = number * group + tl.arange(0, group), tl.where(position != SPILLED, count, 0)
+    packed = tl.zeros((group, lanes), tl.int64)
+    for start in tl.range(0, tl.max(kept), lanes):
+        lane = start + tl.arange(0, lanes)[None, :]
+        source, mask = in_scratch(position, lane, kept)
+        r = tl.load(found.residual + source, mask=mask, other=0.0)
+        classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
+        packed += tally(classes, (lane < kept[:, None]) & (classes < DROPPED))
+    histogram = counters(packed)
+    if tl.min(position) == SPILLED:
+        for tile in tl.range(number * group, number * group + group):
+            if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
+                for start in tl.range(0, size, SPAN):
+                    classes, _r, _v, _inside = spilled_part(tile, start, top, state, cut, test, quantum)
+                    histogram += tl.where((row == tile)[:, None], census(classes)[None, :], 0)
+    return histogram
 
 
 @triton.jit
 def classify_kernel(
     state, cut, test, quantum, found, sums, plan, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
 ):
-    """One program a group: how many of each class are in each of its tiles; rows are tiles, columns candidates.
+    """One program a group: how many candidates its tiles send; rows are tiles, columns candidates.
 
-    Where there is room for all, and a tile knew the tensor's exponent, all its candidates are sent: nobody looks at
-    them, and all are counted as class 0 (`emit` counts the codes then).
+    If a tile knew the tensor's exponent, all of them, and nobody looks at them; if not, those in the window. Where room
+    is short, or a tile was spilled, how many there are of each class, for `share` to choose.
     """
     number = tl.program_id(0)
     slot = tl.load(cut.slot + number)
@@ -159,37 +224,25 @@ def classify_kernel(
     count, known = tl.load(found.count + row), tl.load(found.known + row)
     position = tl.load(found.position + row, mask=count > 0, other=0)
     top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
-    unsure, short = count > 0, is_short(slot, sums, plan)
-    if not short:
-        if quantum.hybrid:
-            unsure = count < 0
-        else:
-            unsure &= exponent_of(known, quantum) != top
-    kept = tl.where(unsure & (position != SPILLED), count, 0)
-    if not short:
-        doubtful = unsure | ((count > 0) & (position == SPILLED))
-        tl.store(plan.sure + number, (tl.max(doubtful.to(tl.int32)) == 0).to(tl.int32))
+    if is_short(slot, sums, plan) | (tl.min(position) == SPILLED):
+        histogram = n_of_classes(number, count, position, top, state, cut, test, quantum, found, size, group, lanes)
+        tl.store(plan.histogram + row[:, None] * CLASSES + column[None, :], histogram)
+        tl.store(plan.kind + number, CHOSEN)
+        whole = tl.sum(histogram, axis=0)
     else:
-        tl.store(plan.sure + number, 0)
-    packed = tl.zeros((group, lanes), tl.int64)
-    lane = tl.arange(0, lanes)[None, :]
-    ahead = tl.load(found.residual + position[:, None] + lane, mask=lane < kept[:, None], other=0.0)
-    for _done in tl.range(0, tl.max(kept), lanes):
-        r, have = ahead, lane < kept[:, None]
-        lane += lanes
-        ahead = tl.load(found.residual + position[:, None] + lane, mask=lane < kept[:, None], other=0.0)
-        classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
-        packed += tally(classes, have & (classes < DROPPED))
-    histogram = counters(packed)
-    histogram += tl.where((column == 0)[None, :] & (unsure == 0)[:, None], count[:, None], 0)
-    if tl.max((unsure & (position == SPILLED)).to(tl.int32)) != 0:
-        for tile in tl.range(number * group, number * group + group):
-            if tl.sum(tl.where((row == tile) & unsure & (position == SPILLED), 1, 0)) != 0:
-                for start in tl.range(0, size, SPAN):
-                    classes, _r, _v, _inside = spilled_part(tile, start, top, state, cut, test, quantum)
-                    histogram += tl.where((row == tile)[:, None], census(classes)[None, :], 0)
-    tl.store(plan.histogram + row[:, None] * CLASSES + column[None, :], histogram)
-    whole = tl.sum(histogram, axis=0)
+        tl.store(plan.kind + number, ALL)
+        if not quantum.hybrid:
+            kept = tl.where(exponent_of(known, quantum) != top, count, 0)
+            if tl.max(kept) != 0:
+                base = tl.multiple_of(tl.load(cut.base + number * group), ALIGN)
+                here = State(state.residual + base, state.variance + base)
+                count -= drop_below(position, kept, top, here, test, quantum, found, size, group, lanes)
+                tl.debug_barrier()
+                tl.store(plan.kind + number, WINDOW)
+        tl.store(plan.before + row, tl.cumsum(count) - count)
+        whole = tl.where(column == 0, tl.sum(count), 0)
+    total = tl.sum(whole)
     tl.store(plan.by_group + number * CLASSES + column, whole)
-    if tl.max(count) != 0:
+    tl.store(plan.begin + number, total)
+    if total != 0:
         tl.atomic_add(sums.totals + slot * CLASSES + column, whole, sem="relaxed")

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from gradwire.kernels.triton_records import (
     APART,
+    CHUNKS,
     CLASSES,
     DROPPED,
     NOTHING,
@@ -95,49 +96,50 @@ def share_kernel(state, cut, test, quantum, found, sums, plan, report, size: tl.
 
 
 @triton.jit
+def fill_cut(cut, plan, n_groups, width: tl.constexpr):
+    """How many words the groups have of tensors that are cut short, and how many of the cut class lie before."""
+    column, carry = tl.arange(0, CLASSES)[None, :], 0
+    for start in tl.range(0, n_groups, width):
+        number = start + tl.arange(0, width)
+        ours = number < n_groups
+        last = tl.load(plan.limits + tl.load(cut.slot + number, mask=ours, other=0) * 4, mask=ours, other=DROPPED)
+        partial = tl.load(plan.by_group + number * CLASSES + last, mask=ours & (last < CLASSES), other=0)
+        tl.store(plan.prefix + number, carry + tl.cumsum(partial) - partial, mask=ours)
+        carry += tl.sum(partial)
+    tl.debug_barrier()
+    for start in tl.range(0, n_groups, width):
+        number = start + tl.arange(0, width)
+        slot = tl.load(cut.slot + number, mask=number < n_groups, other=0)
+        last, room, before, total = limits_of(plan, slot)
+        short = (number < n_groups) & (last < CLASSES)
+        classes = tl.load(plan.by_group + number[:, None] * CLASSES + column, mask=short[:, None], other=0)
+        partial = tl.sum(tl.where(column == last[:, None], classes, 0), axis=1)
+        prefix = tl.load(plan.prefix + number, mask=short, other=0)
+        prefix -= tl.load(plan.prefix + tl.load(cut.first_of_slot + slot), mask=short, other=0)
+        sent = tl.sum(tl.where(column < last[:, None], classes, 0), axis=1)
+        sent += overlap(prefix, partial, (last, room, before, total))
+        tl.store(plan.begin + number, sent, mask=short)
+    tl.debug_barrier()
+
+
+@triton.jit
 def scan_kernel(cut, sums, plan, report, n_groups, n_chunks, width: tl.constexpr):
     """One program: where the words of each group begin, and how many each chunk has."""
-    column = tl.arange(0, CLASSES)[None, :]
-    carry = 0
     if tl.load(sums.bad + 1) != 0:
-        for start in tl.range(0, n_groups, width):
-            number = start + tl.arange(0, width)
-            ours = number < n_groups
-            last = tl.load(plan.limits + tl.load(cut.slot + number, mask=ours, other=0) * 4, mask=ours, other=DROPPED)
-            partial = tl.load(plan.by_group + number * CLASSES + last, mask=ours & (last < CLASSES), other=0)
-            tl.store(plan.prefix + number, carry + tl.cumsum(partial) - partial, mask=ours)
-            carry += tl.sum(partial)
-        tl.debug_barrier()
+        fill_cut(cut, plan, n_groups, width // 4)
     carry = 0
     for start in tl.range(0, n_groups, width):
         number = start + tl.arange(0, width)
         ours = number < n_groups
-        slot = tl.load(cut.slot + number, mask=ours, other=0)
-        last, room, before, total = limits_of(plan, slot)
-        classes = tl.load(plan.by_group + number[:, None] * CLASSES + column, mask=ours[:, None], other=0)
-        sent = tl.sum(tl.where(column < last[:, None], classes, 0), axis=1)
-        cut_short = ours & (last < CLASSES)
-        partial = tl.sum(tl.where(column == last[:, None], classes, 0), axis=1)
-        prefix = tl.load(plan.prefix + number, mask=cut_short, other=0)
-        prefix -= tl.load(plan.prefix + tl.load(cut.first_of_slot + slot), mask=cut_short, other=0)
-        sent += tl.where(cut_short, overlap(prefix, partial, (last, room, before, total)), 0)
+        sent = tl.load(plan.begin + number, mask=ours, other=0)
         tl.store(plan.begin + number, carry + tl.cumsum(sent) - sent, mask=ours)
         carry += tl.sum(sent)
     tl.store(plan.begin + n_groups, carry)
     tl.store(report.finite, (tl.load(sums.bad) == 0).to(tl.int8))
     tl.debug_barrier()
-    for start in tl.range(0, n_chunks, width):
-        number = start + tl.arange(0, width)
+    for start in tl.range(0, n_chunks, CHUNKS):
+        number = start + tl.arange(0, CHUNKS)
         ours = number < n_chunks
         begin = tl.load(plan.begin + tl.load(cut.first_of_chunk + number, mask=ours, other=0), mask=ours, other=0)
         end = tl.load(plan.begin + tl.load(cut.first_of_chunk + number + 1, mask=ours, other=0), mask=ours, other=0)
         tl.store(report.counts + number, end - begin, mask=ours)
-
-
-@triton.jit
-def clear_kernel(words, plan, n_groups, n_words, width: tl.constexpr):
-    """Zeros after the last word. A loop of few programs: how many are to be written is known on the device alone."""
-    begin = tl.load(plan.begin + n_groups) + tl.program_id(0) * width
-    for at in tl.range(begin, n_words, tl.num_programs(0) * width):
-        place = at + tl.arange(0, width)
-        tl.store(words + place, tl.zeros((width,), tl.int32), mask=place < n_words)

@@ -1,8 +1,8 @@
 """The compact format: about 1.05 of Shannon's bound, not 32 bits an element. Plain torch: the definition of right.
 
-docs/wire-format.md specifies it. In short: a bucket is cut into blocks (compact_blocks.py); a directory says where each
-block's payload ends; a payload is a count c and four planes: the low k bits of every gap, sign and class of every code,
-the high part of every gap in unary, the extra bits of every code. `compact_cpu` gives the same bytes, fast.
+docs/wire-format.md specifies it. In short: a bucket is cut into blocks (compact_blocks.py); a directory says how long
+each block's payload is; a payload is a count c and four planes: the low k bits of every gap, sign and class of every
+code, the high part of every gap in unary, the extra bits of every code. `compact_cpu` gives the same bytes, fast.
 B blocks, K tensors, n elements; positions are bits from the start of the body.
 """
 
@@ -17,7 +17,7 @@ from gradwire.errors import MessageError
 from gradwire.wire.compact_bits import SPARE, Runs, deposit, fetch, floor_log2, signed, unsigned
 from gradwire.wire.compact_blocks import Blocks, Tables, room_words
 
-__all__ = ["EXTRA_BITS", "FIRST_SYMBOL", "PROBLEMS", "SKEWED", "Blocks", "orders_of", "pack", "room_words", "unpack"]
+__all__ = ["EXTRA_BITS", "FIRST_SYMBOL", "PROBLEMS", "SKEWED", "Blocks", "ends_of", "pack", "room_words", "unpack"]
 
 SKEWED = 1 << 24  # the bit of an order word that says which shape
 FIRST_SYMBOL = ((0, 2, 4, 6), (0, 1, 2, 4))  # [shape][class]: even, skewed
@@ -27,14 +27,14 @@ SYMBOL_CLASS = ((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 2, 3, 3, 3, 3))  # [shape][s
 PROBLEMS = (  # what is wrong with a message, by number: compiled code can only return numbers
     "",
     "the order of a tensor's codes is no permutation of 0..7 with a shape bit (with tau: not 0)",
-    "the directory goes backwards or beyond the payload area",
+    "the payloads that the directory names are longer than the payload area",
     "a block counts more elements than it has places",
     "a tensor has more elements than its capacity",
     "a block's payload is too short for its elements",
     "a block's unary plane has fewer ones than elements",
     "a place lies outside its block",
     "a block's payload is not as long as its planes",
-    "there are bits behind the end of a payload",
+    "there are bits behind the end of the directory or of a payload",
 )
 
 UNSENDABLE = (  # what is wrong with the elements given to `pack`
@@ -86,8 +86,8 @@ def pack(index: Tensor, code: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
     assert not bool((end > blocks.payload_words).any()), "room_words proves that this cannot be"
 
     words = torch.zeros(blocks.words + SPARE, dtype=torch.int64, device=index.device)
-    words[: blocks.count] = end
-    planes = Planes.of((blocks.count + end - size) * 32, runs.count, tables, code_bits)
+    deposit(words, tables.entry, size)
+    planes = Planes.of((blocks.directory_words + end - size) * 32, runs.count, tables, code_bits)
     filled = runs.count > 0
     deposit(words, planes.start[filled], runs.count[filled] - 1)
     deposit(words, planes.low[block] + ordinal * low_bits, gap & ((1 << low_bits) - 1))
@@ -115,7 +115,7 @@ def unpack(orders: Tensor, body: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor
     check_lengths(orders, body, blocks)
     _check_orders(orders, blocks)
     tables, code_bits = blocks.tables(body.device), _code_bits(blocks)
-    words = torch.cat([unsigned(body), body.new_zeros(SPARE, dtype=torch.int64)])
+    words = _readable(body)
     start, stop, count = _read_directory(words, tables, blocks)
     planes = Planes.of(start, count, tables, code_bits)
     if bool(((count > 0) & (planes.unary + count > stop)).any()):
@@ -138,6 +138,16 @@ def unpack(orders: Tensor, body: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor
     extra = fetch(words, extra_plane[block] + runs.sums(extra_bits) - extra_bits, extra_bits)
     distance = (order >> (3 * (first_symbol + extra))) & 7
     return tables.begin[block] + place, ((sign_class & 1) << 3 | distance).int()
+
+
+def ends_of(body: Tensor, blocks: Blocks) -> Tensor:
+    """What the directory says: where each block's payload ends, in words from the first payload on; int64 [B]."""
+    tables = blocks.tables(body.device)
+    return fetch(_readable(body), tables.entry, tables.entry_bits).cumsum(0)
+
+
+def _readable(body: Tensor) -> Tensor:
+    return torch.cat([unsigned(body), body.new_zeros(SPARE, dtype=torch.int64)])
 
 
 def _code_bits(blocks: Blocks) -> int:
@@ -217,18 +227,17 @@ def _check_orders(orders: Tensor, blocks: Blocks) -> None:
 
 def _read_directory(words: Tensor, tables: Tables, blocks: Blocks) -> tuple[Tensor, Tensor, Tensor]:
     """Begin and end of every payload, in bits, and its elements; int64 [B] each."""
-    end = words[: blocks.count]
-    begin = torch.cat([end.new_zeros(1), end[:-1]])[: blocks.count]
-    if bool((end < begin).any()) or bool((end > blocks.payload_words).any()):
+    length = fetch(words, tables.entry, tables.entry_bits)
+    end = length.cumsum(0)
+    if bool((end > blocks.payload_words).any()):
         raise refusal(2)
-    filled = end > begin
-    start = (blocks.count + begin) * 32
-    count = torch.where(filled, fetch(words, start, tables.count_bits) + 1, 0)
+    start, stop = ((blocks.directory_words + word) * 32 for word in (end - length, end))
+    count = torch.where(length > 0, fetch(words, start, tables.count_bits) + 1, 0)
     if bool((count > tables.length).any()):
         raise refusal(3)
     if bool((_by_tensor(count, tables) > tables.capacity).any()):
         raise refusal(4)
-    return start, (blocks.count + end) * 32, count
+    return start, stop, count
 
 
 def _find_ones(words: Tensor, unary: Tensor, stop: Tensor, count: Tensor) -> Tensor:
@@ -242,13 +251,14 @@ def _find_ones(words: Tensor, unary: Tensor, stop: Tensor, count: Tensor) -> Ten
 
 
 def _check_end(words: Tensor, end: Tensor, stop: Tensor, count: Tensor, blocks: Blocks) -> None:
-    """Every payload ends in its last word, and there is nothing behind it."""
+    """Every payload ends in its last word; there is nothing behind it, behind the directory and behind the last one."""
+    behind = words[int(stop[-1]) >> 5 :] if blocks.count else words
     filled = count > 0
     end, stop = end[filled], stop[filled]
     if bool((end > stop).any()) or bool((end <= stop - 32).any()):
         raise refusal(8)
-    last = words[(stop >> 5) - 1]
     used = end - (stop - 32)  # 1 .. 32 bits of the last word
-    tail = words[blocks.count + int(words[blocks.count - 1]) :] if blocks.count else words
-    if bool((last >> used).any()) or bool(tail.any()):
+    entries = blocks.entries[-1]
+    directory_rest = words[entries >> 5] >> (entries & 31) if entries % 32 else words[:0]
+    if any(bool(rest.any()) for rest in (words[(stop >> 5) - 1] >> used, behind, directory_rest)):
         raise refusal(9)

@@ -35,7 +35,7 @@ def deposit(words: Tensor, position: Tensor, value: Tensor) -> None:
 
 
 def fetch(words: Tensor, position: Tensor, width: Tensor | int) -> Tensor:
-    """The `width` <= 24 bits at `position`, of words with SPARE words behind the end."""
+    """The `width` < 32 bits at `position`, of words with SPARE words behind the end."""
     at = position >> 5
     pair = words[at] | (words[at + 1] << 32)
     return (pair >> (position & 31)) & ((torch.ones_like(position) << width) - 1)

@@ -5,18 +5,18 @@ Everything here follows from the layout and the capacity by integer arithmetic; 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from gradwire.layout import Layout
 
-# Elements of a full message in a block: 256 to 512. A block costs a directory word, a count and half a word of padding,
-# 60 to 70 bits, so 0.12 to 0.27 bits an element; larger blocks would leave a GPU's warps idle at high ratios.
+# Elements of a full message in a block: 256 to 512. A block costs an entry of the directory, a count and half a word of
+# padding, 40 to 60 bits, so 0.08 to 0.23 bits an element; larger blocks would leave a GPU's warps idle at high ratios.
 ELEMENTS = 256
 SHORTEST, LONGEST = 1 << 8, 1 << 24  # places in a block; the longest bounds the low bits of a gap to 23
 MOST_WORDS = (1 << 31) - 1  # positions in a message are int32 for some kernels
@@ -33,9 +33,9 @@ def low_bits(length: int, count: int) -> int:
     return max(((length - count) // count).bit_length() - 1, 0)
 
 
-def count_bits(length: int) -> int:
-    """Bits of c - 1, for c = 1 .. L."""
-    return (length - 1).bit_length()
+def count_bits(length: int, capacity: int) -> int:
+    """Bits of c - 1, for c = 1 .. min(L, capacity)."""
+    return (min(length, capacity) - 1).bit_length()
 
 
 def room_words(numel: int, capacity: int, hybrid: bool = False) -> int:
@@ -57,7 +57,7 @@ def room_words(numel: int, capacity: int, hybrid: bool = False) -> int:
     line = capacity * (k + 1) + ((numel - capacity) >> k)
     length = block_length(numel, capacity)
     filled = min(-(-numel // length), capacity)
-    per_block = count_bits(min(length, numel)) + 31
+    per_block = count_bits(min(length, numel), capacity) + 31
     return (line + capacity * (1 if hybrid else 4) + filled * per_block) // 32
 
 
@@ -68,6 +68,8 @@ class Tables:
     begin: Tensor  # int64 [B], first flat place of each block
     length: Tensor  # int64 [B], its places
     count_bits: Tensor  # int64 [B], the bits of its count
+    entry: Tensor  # int64 [B], the first bit of its entry in the directory
+    entry_bits: Tensor  # int64 [B]
     tensor: Tensor  # int64 [B], the tensor it belongs to
     first: Tensor  # int64 [K + 1], the first block of each tensor
     capacity: Tensor  # int64 [K]
@@ -82,7 +84,19 @@ class Blocks:
     hybrid: bool  # codes are signs only
     lengths: tuple[int, ...]  # [K], powers of two
     first: tuple[int, ...]  # [K + 1]
-    payload_words: int  # sum of `room_words`
+    rooms: tuple[int, ...]  # [K], `room_words`
+
+    @cached_property
+    def entry_bits(self) -> tuple[int, ...]:
+        """Bits of a directory entry, [K]: no payload is longer than the room of its tensor."""
+        return tuple(room.bit_length() for room in self.rooms)
+
+    @cached_property
+    def entries(self) -> tuple[int, ...]:
+        """The first bit of each tensor's entries in the directory, [K + 1]."""
+        counts = (after - before for before, after in pairwise(self.first))
+        sizes = (count * bits for count, bits in zip(counts, self.entry_bits, strict=True))
+        return tuple(accumulate(sizes, initial=0))
 
     @classmethod
     def of(cls, layout: Layout, capacity: Sequence[int], hybrid: bool = False) -> Blocks:
@@ -91,13 +105,21 @@ class Blocks:
 
     @property
     def count(self) -> int:
-        """B, also the words of the directory."""
+        """B."""
         return self.first[-1]
+
+    @cached_property
+    def directory_words(self) -> int:
+        return -(-self.entries[-1] // 32)
+
+    @cached_property
+    def payload_words(self) -> int:
+        return sum(self.rooms)
 
     @property
     def words(self) -> int:
         """Length of the body: directory and payload area."""
-        return self.count + self.payload_words
+        return self.directory_words + self.payload_words
 
     @cached_property
     def _tables(self) -> dict[torch.device, Tables]:
@@ -106,17 +128,28 @@ class Blocks:
     def tables(self, device: torch.device) -> Tables:
         """The geometry on `device`, made once."""
         if device not in self._tables:
-            first = torch.tensor(self.first)
+
+            def of(numbers: Iterable[int]) -> Tensor:
+                return torch.tensor(list(numbers), dtype=torch.int64)
+
+            first, capacity = of(self.first), of(self.capacity)
             tensor = torch.repeat_interleave(torch.arange(len(self.lengths)), first.diff(), output_size=self.count)
-            offset = torch.tensor([slot.offset for slot in self.layout], dtype=torch.int64)[tensor]
-            numel = torch.tensor([slot.numel for slot in self.layout], dtype=torch.int64)[tensor]
-            nominal = torch.tensor(self.lengths, dtype=torch.int64)[tensor]
-            within = (torch.arange(self.count) - first[tensor]) * nominal
-            length = torch.minimum(nominal, numel - within)
-            count_bits = torch.bucketize(length, 2 ** torch.arange(25))  # the powers of two below L
-            made = (offset + within, length, count_bits, tensor, first)
-            capacity = torch.tensor(self.capacity, dtype=torch.int64)
-            self._tables[device] = Tables(*(table.to(device) for table in (*made, capacity)))
+            number = torch.arange(self.count) - first[tensor]
+            within = number * of(self.lengths)[tensor]
+            length = torch.minimum(of(self.lengths)[tensor], of(slot.numel for slot in self.layout)[tensor] - within)
+            most = torch.minimum(length, capacity[tensor])
+            entry_bits = of(self.entry_bits)[tensor]
+            made = (
+                of(slot.offset for slot in self.layout)[tensor] + within,
+                length,
+                torch.bucketize(most, 2 ** torch.arange(25)),  # the powers of two below it
+                of(self.entries)[tensor] + number * entry_bits,
+                entry_bits,
+                tensor,
+                first,
+                capacity,
+            )
+            self._tables[device] = Tables(*(table.to(device) for table in made))
         return self._tables[device]
 
 
@@ -129,9 +162,8 @@ def _blocks(layout: Layout, capacity: tuple[int, ...], hybrid: bool) -> Blocks:
     lengths = tuple(block_length(numel, room) if room else SHORTEST for numel, room in pairs)
     counts = (-(-numel // length) if room else 0 for (numel, room), length in zip(pairs, lengths, strict=True))
     first = tuple(accumulate(counts, initial=0))
-    payload_words = sum(room_words(numel, room, hybrid) for numel, room in pairs)
-    if first[-1] + payload_words > MOST_WORDS:
-        raise ValueError(
-            f"a message of {first[-1] + payload_words} words is longer than {MOST_WORDS}: use smaller buckets"
-        )
-    return Blocks(layout, capacity, hybrid, lengths, first, payload_words)
+    rooms = tuple(room_words(numel, room, hybrid) for numel, room in pairs)
+    blocks = Blocks(layout, capacity, hybrid, lengths, first, rooms)
+    if blocks.words > MOST_WORDS:
+        raise ValueError(f"a message of {blocks.words} words is longer than {MOST_WORDS}: use smaller buckets")
+    return blocks

@@ -33,10 +33,11 @@ def pack(index: Tensor, code: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
         raise ValueError(UNSENDABLE[problem])
     body = torch.zeros(blocks.words, dtype=torch.int32)
     words = body.numpy().view(np.uint32)
-    end = packing.write_directory(words, first, stats, becomes, count_bits, tensor, code_bits)
-    assert end <= blocks.payload_words, "room_words proves that this cannot be; compiled code would write beyond"
-    geometry = (begin, count_bits, tensor, first)
-    shared(parts, packing.write, words, places, codes, *geometry, stats, becomes, code_bits)
+    entry = tables.entry.numpy()
+    ends = packing.write_directory(words, first, stats, becomes, count_bits, entry, tensor, code_bits)
+    assert ends[-1] <= blocks.payload_words, "room_words proves that this cannot be; compiled code would write beyond"
+    geometry = (begin, count_bits, tensor, first, ends)
+    shared(parts, packing.write, words[blocks.directory_words :], places, codes, *geometry, stats, becomes, code_bits)
     return torch.from_numpy(orders), body
 
 
@@ -48,17 +49,20 @@ def unpack(orders: Tensor, body: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor
     order = orders.contiguous().numpy()
     words = np.zeros(len(body) + 2, np.uint32)  # the reader looks two words beyond
     words[:-2] = body.numpy().view(np.uint32)
+    entries = (tables.entry.numpy(), tables.entry_bits.numpy(), blocks.directory_words)
     limits = (tables.capacity.numpy(), blocks.payload_words)
-    problem, first = unpacking.read_directory(words, length, count_bits, tensor, *limits)
+    problem, first, ends = unpacking.read_directory(words, *entries, length, count_bits, tensor, *limits)
     problem = unpacking.check_orders(order, blocks.hybrid) or problem
     if problem:
         raise refusal(problem)
     index, code = np.empty(first[-1], np.int64), np.empty(first[-1], np.int32)
-    problems, geometry = np.zeros(blocks.count, np.int64), (tables.begin.numpy(), length, count_bits, tensor, first)
-    shared(_parts(len(index), blocks), unpacking.read, words, index, code, *geometry, order, blocks.hybrid, problems)
+    problems = np.zeros(blocks.count, np.int64)
+    geometry = (tables.begin.numpy(), length, count_bits, tensor, first, ends)
+    payloads = words[blocks.directory_words :]
+    shared(_parts(len(index), blocks), unpacking.read, payloads, index, code, *geometry, order, blocks.hybrid, problems)
     if problems.any():
         raise refusal(int(problems[problems != 0].min()))
-    if words[blocks.count + int(words[blocks.count - 1] if blocks.count else 0) :].any():
+    if unpacking.bits_behind(words, blocks.entries[-1]) or payloads[ends[-1] :].any():
         raise refusal(9)
     return torch.from_numpy(index), torch.from_numpy(code)
 

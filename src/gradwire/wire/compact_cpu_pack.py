@@ -112,18 +112,29 @@ def _order(frequency: Array, becomes: Array) -> int:
 
 @compiled
 def write_directory(
-    words: Array, first: Array, stats: Array, becomes: Array, count_bits: Array, tensor: Array, code_bits: int
-) -> int:
-    """The first B words: where each payload ends. Returns the last end."""
-    end = 0
+    words: Array,
+    first: Array,
+    stats: Array,
+    becomes: Array,
+    count_bits: Array,
+    entry: Array,
+    tensor: Array,
+    code_bits: int,
+) -> Array:
+    """The words of each payload, in the bits from entry [B] on. Returns where the payloads begin and end, [B + 1]."""
+    ends = np.zeros(len(stats) + 1, np.int64)
     for b in range(len(stats)):
-        count, extra = first[b + 1] - first[b], 0
+        count, extra, size = first[b + 1] - first[b], 0, 0
         for d in range(8):
             extra += stats[b, d] * (becomes[tensor[b], d] >> 5)
         if count:
-            end += (count_bits[b] + count * (stats[b, 9] + code_bits + 1) + stats[b, 8] + extra + 31) >> 5
-        words[b] = end
-    return end
+            size = (count_bits[b] + count * (stats[b, 9] + code_bits + 1) + stats[b, 8] + extra + 31) >> 5
+            at, shifted = entry[b] >> 5, size << (entry[b] & 31)
+            words[at] |= shifted
+            if shifted >> 32:
+                words[at + 1] |= shifted >> 32
+        ends[b + 1] = ends[b] + size
+    return ends
 
 
 @compiled
@@ -137,18 +148,17 @@ def write(
     count_bits: Array,
     tensor: Array,
     first: Array,
+    ends: Array,
     stats: Array,
     becomes: Array,
     code_bits: int,
 ) -> None:
-    """The payloads of the blocks start .. stop - 1, after the directory."""
+    """The payloads of the blocks start .. stop - 1, into the payload area."""
     for b in range(start, stop):
         low, high = first[b], first[b + 1]
         if high > low:
-            at = len(begin) + (np.int64(words[b - 1]) if b else 0)
-            payload = words[at : len(begin) + np.int64(words[b])]
             rule = (count_bits[b], stats[b, 9], becomes[tensor[b]], code_bits)
-            _write_block(payload, places[low:high], codes[low:high], begin[b], *rule)
+            _write_block(words[ends[b] : ends[b + 1]], places[low:high], codes[low:high], begin[b], *rule)
 
 
 @compiled

@@ -21,7 +21,7 @@ FIRSTS = (0x6420, 0x4210)
 
 @compiled
 def _fetch(words: Array, position: Int, width: Int) -> Int:
-    """The `width` <= 24 bits at `position`."""
+    """The `width` < 32 bits at `position`."""
     at = position >> 5
     pair = np.int64(words[at]) | np.int64(words[at + 1]) << 32
     return pair >> (position & 31) & ((1 << width) - 1)
@@ -41,26 +41,34 @@ def check_orders(orders: Array, hybrid: bool) -> Int:
 
 @compiled
 def read_directory(
-    words: Array, length: Array, count_bits: Array, tensor: Array, capacity: Array, payload_words: int
-) -> tuple[Int, Array]:
-    """What is wrong, and where each block's elements begin among all, int64 [B + 1]."""
-    first = np.zeros(len(length) + 1, np.int64)
+    words: Array,
+    entry: Array,
+    entry_bits: Array,
+    directory_words: int,
+    length: Array,
+    count_bits: Array,
+    tensor: Array,
+    capacity: Array,
+    payload_words: int,
+) -> tuple[Int, Array, Array]:
+    """What is wrong; where each block's elements begin among all, and its payload among all; int64 [B + 1] each."""
+    first, ends = np.zeros(len(length) + 1, np.int64), np.zeros(len(length) + 1, np.int64)
     left = capacity.copy()
-    begin: Int = 0
     for b in range(len(length)):
         count: Int = 0
-        end: Int = np.int64(words[b])
-        if end < begin or end > payload_words:
-            return 2, first
-        if end > begin:
-            count = _fetch(words, (len(length) + begin) * 32, count_bits[b]) + 1
+        size: Int = _fetch(words, entry[b], entry_bits[b])
+        ends[b + 1] = ends[b] + size
+        if ends[b + 1] > payload_words:
+            return 2, first, ends
+        if size:
+            count = _fetch(words, (directory_words + ends[b]) * 32, count_bits[b]) + 1
             if count > length[b]:
-                return 3, first
+                return 3, first, ends
             left[tensor[b]] -= count
             if left[tensor[b]] < 0:
-                return 4, first
-        first[b + 1], begin = first[b] + count, end
-    return 0, first
+                return 4, first, ends
+        first[b + 1] = first[b] + count
+    return 0, first, ends
 
 
 @compiled
@@ -75,18 +83,18 @@ def read(
     count_bits: Array,
     tensor: Array,
     first: Array,
+    ends: Array,
     orders: Array,
     hybrid: bool,
     problems: Array,
 ) -> None:
-    """Decodes the blocks start .. stop - 1; problems [B]: what is wrong with each."""
+    """Decodes the blocks start .. stop - 1 of the payload area; problems [B]: what is wrong with each."""
     for b in range(start, stop):
         count = first[b + 1] - first[b]
         if count:
-            payload = (len(begin) + (np.int64(words[b - 1]) if b else 0)) * 32
-            end = (len(begin) + np.int64(words[b])) * 32
+            end = ends[b + 1] * 32
             width = low_bits(length[b], count)
-            low = payload + count_bits[b]
+            low = ends[b] * 32 + count_bits[b]
             code_plane = low + count * width
             unary = code_plane + count * (1 if hybrid else 3)
             places, codes = index[first[b] : first[b + 1]], code[first[b] : first[b + 1]]
@@ -153,8 +161,14 @@ def _read_signs(words: Array, codes: Array, plane: Int) -> None:
 
 
 @compiled
+def bits_behind(words: Array, position: Int) -> bool:
+    """Whether the word that `position` lies in has bits from there on; none if a word begins there."""
+    return bool(position & 31) and bool(np.int64(words[position >> 5]) >> (position & 31))
+
+
+@compiled
 def _check_end(words: Array, end: Int, stop: Int) -> Int:
     """Every payload ends in its last word, and there is nothing behind it."""
     if end > stop or end <= stop - 32:
         return 8
-    return 9 if np.int64(words[(stop >> 5) - 1]) >> (end - stop + 32) else 0
+    return 9 if bits_behind(words, end) else 0

@@ -70,6 +70,11 @@ class Shape:
     def words(self) -> int:
         return int(self.orders.stop) + self.room
 
+    @property
+    def most(self) -> int:
+        """The words that may be counted; compact blocks count for themselves."""
+        return self.room if self.format == WORDS else 0
+
     def fixed(self, step: int) -> list[int]:
         """The words 0 to 7, which are the same on every rank but for the flags."""
         digest = [int.from_bytes(self.layout.digest[i : i + 4], "little", signed=True) for i in (0, 4)]
@@ -101,18 +106,22 @@ def write(
     return message
 
 
-def check(messages: Tensor, shape: Shape, step: int, checksum: Checksum) -> Tensor:
-    """What is wrong with the messages [W, words]: bool [W, len(PROBLEMS)]. Nothing is waited for."""
+def refuse_length(messages: Tensor, shape: Shape) -> None:
+    """Messages that nobody could read."""
     if messages.dtype != torch.int32 or messages.dim() != 2 or messages.shape[1] != shape.words:
         raise MessageError(
             f"expected messages of {shape.words} int32 words, got {tuple(messages.shape)} {messages.dtype}"
         )
+
+
+def check(messages: Tensor, shape: Shape, step: int, checksum: Checksum) -> Tensor:
+    """What is wrong with the messages [W, words]: bool [W, len(PROBLEMS)]. Nothing is waited for."""
+    refuse_length(messages, shape)
     fixed = torch.tensor(shape.fixed(step), dtype=torch.int32).to(messages.device, non_blocking=True)
     other = messages[:, :8] != fixed
     own = messages[:, 8].long() * 17 + messages[:, 9].long() * 19  # what the checksum's own words add to a sum of all
     total = (checksum(messages).view(torch.int64) - own[:, None]).view(torch.int32)
     counts = messages[:, shape.counts].long()
-    most = shape.room if shape.format == WORDS else 0  # compact blocks count for themselves
     return torch.stack(
         [
             other[:, 0],
@@ -120,7 +129,7 @@ def check(messages: Tensor, shape: Shape, step: int, checksum: Checksum) -> Tens
             other[:, [2, 3, 6, 7]].any(1),
             other[:, 4],
             (total != messages[:, CHECKSUM]).any(1),
-            (counts < 0).any(1) | (counts.sum(1) > most),
+            (counts < 0).any(1) | (counts.sum(1) > shape.most),
             (messages[:, shape.passed] < -1).any(1),
         ],
         dim=1,

@@ -1,0 +1,52 @@
+"""The head of a message for CUDA: launchers. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.kernels import triton_head as heads
+from gradwire.kernels.gpu_decode import checksum
+from gradwire.wire import header
+
+LOOKED_AT = 256  # words at a time
+_FLAGS = 5
+
+
+def seal(
+    shape: header.Shape,
+    step: int,
+    finite: Tensor,
+    counts: Tensor,
+    passed: Tensor,
+    exponents: Tensor,
+    orders: Tensor | None,
+    body: Tensor,
+) -> Tensor:
+    """As `header.write`."""
+    message = torch.empty(shape.words, dtype=torch.int32, device=body.device)
+    message[shape.body] = body
+    parts = (finite, counts, passed, exponents, passed if orders is None else orders)
+    numbers = _numbers(shape, step)
+    heads.head_kernel[(1,)](
+        message, *(part.contiguous() for part in parts), *numbers, compact=orders is not None, width=LOOKED_AT
+    )
+    message[header.CHECKSUM] = checksum(message)
+    return message
+
+
+def inspect(messages: Tensor, shape: header.Shape, step: int) -> Tensor:
+    """As `header.check`."""
+    header.refuse_length(messages, shape)
+    problems = torch.empty(len(messages), len(header.PROBLEMS), dtype=torch.uint8, device=messages.device)
+    total = checksum(messages).view(torch.int64)
+    heads.inspect_kernel[(len(messages),)](
+        messages, messages.stride(0), total, problems, *_numbers(shape, step), shape.most, width=LOOKED_AT
+    )
+    return problems.view(torch.bool)
+
+
+def _numbers(shape: header.Shape, step: int) -> list[int]:
+    """The words that are the same on every rank, without the flags."""
+    fixed = shape.fixed(step)
+    return fixed[:_FLAGS] + fixed[_FLAGS + 1 :]
