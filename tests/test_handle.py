@@ -125,5 +125,16 @@ def freed():
     return [reference() is None for reference in watched]
 
 
+def capture_on_a_cpu():
+    wire = gradwire.attach(scenes.ddp(scenes.net()), VGC(alpha=1.0))
+    with pytest.raises(gradwire.GradwireError, match="CUDA graphs, and this model is on cpu"):
+        wire.capture(torch.randn(4, 12))
+    wire.release()  # of nothing
+
+
+def test_capture_says_what_it_needs(spawn):
+    spawn(2, capture_on_a_cpu)
+
+
 def test_a_model_that_is_dropped_is_freed(spawn):
     assert spawn(1, freed) == [[True, True, True]]

@@ -186,6 +186,8 @@ class Link:
     def capture(self, sample: Sequence[Tensor]) -> None:
         """The model's forward and backward as CUDA graphs from now on."""
         root = self._root()
+        if self.device.type != "cuda":
+            raise GradwireError(f"capture makes CUDA graphs, and this model is on {self.device}")
         if self.recorder is None:
             raise GradwireError(
                 f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.kernels.bit_masks import N_FLAGS, lowest_bits
 from gradwire.machine import Array, compiled, trailing_zeros
 
-TILE = 8192  # elements that stay in the cache between the pass that decides and the one that collects
+TILE = 1024  # elements that stay in the first cache between the loop that decides and the one that collects
+SHIFT = 272  # elements: arrays that are walked together must not begin at the same place of a page
 PASSES, BAD = 1, 2
+BADS = np.uint64(0x0202020202020202)
+MAGNITUDE = np.int32(0x7FFFFFFF)
 LARGEST = np.float32(3.4028234663852886e38)
 ZERO = np.float32(0)
+ONE = np.uint64(1)
 DROPPED = 255  # a candidate that is not sent: below the window, or without room
+FULL = 255  # what a counter of eight bits holds
 
 
 @compiled
@@ -45,19 +51,50 @@ def decide_tile(
 
 
 @compiled
-def mask_of(eights: Array, start: int) -> np.int64:
-    """Which of 64 flags are there, as the bits of an int64; eights: the flags, eight in a word."""
-    mask = np.uint64(0)
-    for i in range(8):
-        mask |= eights[start + i]
-    if mask == 0:  # nearly always at a ratio of 1,000
-        return np.int64(0)
-    mask = np.uint64(0)
-    for i in range(8):
-        some = eights[start + i]
-        low = (some | some >> np.uint64(1)) & np.uint64(0x0101010101010101)
-        mask |= (low * np.uint64(0x0102040810204080)) >> np.uint64(56) << np.uint64(8 * i)
-    return np.int64(mask)
+def collect_tile(
+    r: Array,
+    v: Array,
+    flags: Array,
+    offset: np.uint64,
+    places: Array,
+    old_residual: Array,
+    old_variance: Array,
+    n_found: np.uint64,
+) -> np.uint64:
+    """Writes down who passes, and r = v = 0 there; how many there are now.
+
+    Indices are unsigned, because Numba tests signed ones for their sign.
+    """
+    for start in range(0, r.size, N_FLAGS):
+        mask = lowest_bits(flags, np.uint64(start))  # type: ignore[call-arg, arg-type]
+        while mask != 0:
+            pick = np.uint64(start) + np.uint64(trailing_zeros(mask))  # type: ignore[call-arg]
+            mask &= mask - 1
+            places[n_found] = np.int32(offset + pick)
+            old_residual[n_found], old_variance[n_found] = r[pick], v[pick]
+            r[pick], v[pick] = ZERO, ZERO
+            n_found += ONE
+    return n_found
+
+
+@compiled
+def largest(residual: Array, top: np.int32) -> np.int32:
+    """The bits of the largest |r|, or `top`: integers, so that the loop is vectorized."""
+    bits = residual.view(np.int32)
+    for i in range(bits.size):
+        top = max(top, bits[i] & MAGNITUDE)
+    return top
+
+
+@compiled
+def least_sent(top: np.int32, half: np.int32, top_half: np.int32, least: np.float32) -> np.float32:
+    """The smallest |r| that can be sent if the tensor's largest one has at least the bits `top`."""
+    if half < 0:
+        return least
+    bound = np.zeros(1, np.int32)
+    exponent = min((top + top_half) >> np.int32(23), np.int32(254))
+    bound[0] = max(((exponent - np.int32(7)) << np.int32(23)) - half, np.int32(0))
+    return max(bound.view(np.float32)[0], least)
 
 
 @compiled
@@ -67,49 +104,41 @@ def stream(
     begins: Array,
     ends: Array,
     live: Array,
-    grad: Array,
-    moment: Array,
-    residual: Array,
-    variance: Array,
-    alpha: np.float32,
-    zeta: np.float32,
-    least: np.float32,
-    floor_square: np.float32,
-    places: Array,
-    old_residual: Array,
-    old_variance: Array,
+    inputs: tuple[Array, Array, Array, Array],
+    test: tuple[np.float32, np.float32, np.float32, np.float32],
+    window: tuple[np.int32, np.int32],
+    lists: tuple[Array, Array, Array],
     counts: Array,
     tops: Array,
     bad: Array,
 ) -> None:
     """Accumulate and decide for the segments first..last; who passes is written down, the others are finished.
 
-    A passing element gets r = v = 0 at once, because nearly all of them are sent; `emit` puts the others back.
+    A passing element gets r = v = 0 at once, because nearly all of them are sent; `emit` puts the others back. What is
+    below the window of the largest |r| found so far is certainly not sent, so it does not pass: to put one back costs
+    two cache misses. inputs: r, v, g, m. test: alpha, zeta, the least |r|, floor^2. window: what rounds a size, -1
+    where there is no window, and what rounds the largest. lists: place, r, v. tops: bits of the largest |r|.
     """
     flags = np.zeros(TILE, np.uint8)
     eights = flags.view(np.uint64)
+    (residual, variance, grad, moment), (alpha, zeta, least, floor_square), (half, top_half) = inputs, test, window
     for segment in range(first, last):
         begin, end = begins[segment], ends[segment] if live[segment] else begins[segment]
-        n_found, top, wrong = begin, ZERO, 0
+        found = lists[0][begin:end], lists[1][begin:end], lists[2][begin:end]
+        n_found, wrong, top, bound = np.uint64(0), np.uint64(0), np.int32(0), least
         for tile in range(begin, end, TILE):
-            size = min(TILE, end - tile)
-            here = slice(tile, tile + size)
+            here = slice(tile, min(tile + TILE, end))
             r, v = residual[here], variance[here]
-            decide_tile(r, v, grad[here], moment[here], flags, alpha, zeta, least, floor_square)
-            flags[size:] = 0
-            for start in range(0, size, 64):
-                mask = mask_of(eights, start // 8)
-                while mask != 0:
-                    pick = start + trailing_zeros(mask)  # type: ignore[call-arg]
-                    mask &= mask - 1
-                    wrong |= flags[pick] & BAD
-                    if flags[pick] & PASSES:
-                        places[n_found] = tile - begin + pick
-                        old_residual[n_found], old_variance[n_found] = r[pick], v[pick]
-                        top = max(top, abs(r[pick]))
-                        r[pick], v[pick] = ZERO, ZERO
-                        n_found += 1
-        counts[segment], tops[segment], bad[segment] = n_found - begin, top, wrong
+            decide_tile(r, v, grad[here], moment[here], flags, alpha, zeta, bound, floor_square)
+            flags[r.size :] = 0
+            for i in range(eights.size):
+                wrong |= eights[i]
+            before = np.int64(n_found)
+            n_found = collect_tile(r, v, flags, np.uint64(tile - begin), *found, n_found)
+            if np.int64(n_found) != before:
+                top = largest(found[1][before : np.int64(n_found)], top)
+                bound = least_sent(top, half, top_half, least)
+        counts[segment], bad[segment], tops[segment] = n_found, wrong & BADS != 0, top
 
 
 @compiled
@@ -120,8 +149,8 @@ def classify(
     counts: Array,
     slots: Array,
     tops: Array,
-    half: int,
-    tau_binade: int,
+    half: np.int32,
+    tau_binade: np.int32,
     old_residual: Array,
     codes: Array,
     histogram: Array,
@@ -131,20 +160,30 @@ def classify(
     The class is d, or with tau 7 less the binades above it. tops: biased exponents by tensor. tau_binade: that of tau,
     or -1 where there is none.
     """
-    bits = old_residual.view(np.int32)
     for segment in range(first, last):
-        histogram[segment] = 0
-        top = tops[slots[segment]]
-        for i in range(begins[segment], begins[segment] + counts[segment]):
-            size = bits[i] & 0x7FFFFFFF
-            sign = np.uint8((bits[i] >> 28) & 8)
-            distance = max(top - ((size + half) >> 23), 0)
-            size_class = distance if tau_binade < 0 else 7 - min((size >> 23) - tau_binade, 7)
-            if size_class > 7:
-                codes[i] = DROPPED
-            else:
-                codes[i] = sign | np.uint8(size_class)
-                histogram[segment, size_class] += 1
+        here = slice(begins[segment], begins[segment] + counts[segment])
+        bits, its_codes, top = old_residual[here].view(np.int32), codes[here], tops[slots[segment]]
+        for i in range(bits.size):
+            size = bits[i] & MAGNITUDE
+            sign = (bits[i] >> np.int32(28)) & np.int32(8)
+            distance = max(top - ((size + half) >> np.int32(23)), np.int32(0))
+            above = min((size >> np.int32(23)) - tau_binade, np.int32(7))
+            size_class = distance if tau_binade < 0 else np.int32(7) - above
+            its_codes[i] = np.uint8(sign | size_class) if size_class <= 7 else np.uint8(DROPPED)
+        count_classes(its_codes, histogram[segment])
+
+
+@compiled
+def count_classes(codes: Array, histogram: Array) -> None:
+    """How many there are of each size class, [8]: in eight counters of eight bits, emptied before they are full."""
+    histogram[:] = 0
+    for start in range(0, codes.size, FULL):
+        part, packed = codes[start : start + FULL], np.uint64(0)
+        for i in range(part.size):
+            one = np.uint64(part[i] != DROPPED)
+            packed += one << (np.uint64(part[i] & np.uint8(7)) << np.uint64(3))
+        for size_class in range(8):
+            histogram[size_class] += np.int64(packed >> np.uint64(8 * size_class) & np.uint64(FULL))
 
 
 @compiled
@@ -184,10 +223,7 @@ def cut(
 def tally(first: int, last: int, begins: Array, counts: Array, codes: Array, histogram: Array) -> None:
     """How many of each segment's candidates are sent, by size class."""
     for segment in range(first, last):
-        histogram[segment] = 0
-        for i in range(begins[segment], begins[segment] + counts[segment]):
-            if codes[i] != DROPPED:
-                histogram[segment, codes[i] & 7] += 1
+        count_classes(codes[begins[segment] : begins[segment] + counts[segment]], histogram[segment])
 
 
 @compiled
@@ -212,29 +248,50 @@ def emit(
     words: Array,
 ) -> None:
     """Writes the words of what is sent and settles it; everybody else gets r and v back, decayed."""
-    one = np.empty(1, np.float32)
-    bits = one.view(np.int32)
-    tau_square = tau * tau
+    kept = np.uint8(8) if tau > ZERO else np.uint8(15)  # with tau the size is always tau
     for segment in range(first, last):
-        out = outs[segment]
-        for i in range(begins[segment], begins[segment] + counts[segment]):
-            place, code = begins[segment] + places[i], codes[i]
-            r, v = old_residual[i], old_variance[i]
-            if code == DROPPED:
-                residual[place], variance[place] = r, v * zeta
+        begin, out, end = begins[segment], np.uint64(outs[segment]), begins[segment] + counts[segment]
+        its_places, its_codes = places[begin:end], codes[begin:end]
+        origin = begin % chunk  # a segment lies in one chunk
+        for i in range(its_places.size):
+            if its_codes[i] == DROPPED:
+                place = np.uint64(begin + its_places[i])
+                residual[place], variance[place] = old_residual[begin + i], old_variance[begin + i] * zeta
                 continue
-            if tau > ZERO:
-                code &= 8  # the size is always tau
-            words[out] = np.int32(np.uint32(code) << np.uint32(28) | np.uint32(place % chunk))
-            out += 1
-            if tau > ZERO:
-                sent = -tau if code & 8 else tau
-                residual[place] = r - sent
-                variance[place] = max(v - abs(r) * np.float32(2) * tau + tau_square, ZERO)
-            elif feedback:
-                bits[0] = (exponents[slots[segment]] - (code & 7) + 127) << 23
-                rest = r + one[0] if code & 8 else r - one[0]
-                residual[place], variance[place] = rest, rest * rest
+            code = np.uint32(its_codes[i] & kept)
+            words[out] = np.int32(code << np.uint32(28) | np.uint32(origin + its_places[i]))
+            out += ONE
+        if tau > ZERO or feedback:
+            exponent = exponents[slots[segment]]
+            lists = (its_places, its_codes, old_residual[begin:end], old_variance[begin:end])
+            settle(*lists, residual[begin:], variance[begin:], exponent, tau)
+
+
+@compiled
+def settle(
+    places: Array,
+    codes: Array,
+    old_residual: Array,
+    old_variance: Array,
+    residual: Array,
+    variance: Array,
+    exponent: int,
+    tau: np.float32,
+) -> None:
+    """What is left of the elements of one segment that are sent, with tau or with feedback."""
+    one = np.empty(1, np.float32)
+    bits, tau_square = one.view(np.int32), tau * tau
+    for i in range(places.size):
+        code, place, r = codes[i], np.uint64(places[i]), old_residual[i]
+        if code == DROPPED:
+            continue
+        if tau > ZERO:
+            residual[place] = r + tau if code & 8 else r - tau
+            variance[place] = max(old_variance[i] - abs(r) * np.float32(2) * tau + tau_square, ZERO)
+        else:
+            bits[0] = (exponent - (code & 7) + 127) << 23
+            rest = r + one[0] if code & 8 else r - one[0]
+            residual[place], variance[place] = rest, rest * rest
 
 
 @compiled
