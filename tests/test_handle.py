@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import BF16, VGC, Dense
+from gradwire.errors import GradwireError
 
 
 def averaged():
@@ -127,7 +128,7 @@ def freed():
 
 def capture_on_a_cpu():
     wire = gradwire.attach(scenes.ddp(scenes.net()), VGC(alpha=1.0))
-    with pytest.raises(gradwire.GradwireError, match="CUDA graphs, and this model is on cpu"):
+    with pytest.raises(GradwireError, match="CUDA graphs, and this model is on cpu"):
         wire.capture(torch.randn(4, 12))
     wire.release()  # of nothing
 

@@ -1,7 +1,7 @@
 """Flags as the bits of a word, for compiled loops that look only at who is flagged."""
 
 # Numba has no types for what it compiles.
-# mypy: disable-error-code="untyped-decorator"
+# mypy: disable-error-code="untyped-decorator,import-untyped"
 
 from __future__ import annotations
 
