@@ -65,12 +65,12 @@ class Check:
     def before(self, held: Tensor | None) -> None:
         """Before accumulation; held: `.grad`."""
         self.due = self.coming
-        self._before = self._along(held) if self.due and held is not None else None
+        self._before = self._along(held).clone() if self.due and held is not None else None
 
     @torch.no_grad()
     def _along(self, gradient: Tensor) -> Tensor:
         wide = (gradient.to_dense() if gradient.is_sparse else gradient).to(self.dtype)
-        return wide.clone() if self.probe is None else wide.reshape(-1, self.probe.numel()) @ self.probe
+        return wide if self.probe is None else wide.reshape(-1, self.probe.numel()) @ self.probe
 
     @staticmethod
     def _landed(uses: list[Use], held: Tensor) -> bool:
@@ -93,12 +93,13 @@ class Check:
         if before is None and self.commits % OFTEN and self._landed(uses, held):
             self.verified = True
             return
-        found = torch.stack([use.along(self.probe) for use in uses]).sum(0)
+        each = [use.along(self.probe) for use in uses]
+        found = each[0] if len(each) == 1 else torch.stack(each).sum(0)
         change = self._along(held)
         eps = max(eps, widest([held.dtype, self.dtype]))
         slack = 0.0
         if before is not None:
-            change -= before
+            change = change - before
             slack = 16 * eps * float(before.norm())
         off, size = float((found.reshape(change.shape) - change).norm()), float(change.norm())
         if not isfinite(off):

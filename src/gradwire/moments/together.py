@@ -78,17 +78,17 @@ def linear(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None
     """c_b = G_b^T X_b; gradient [B, T, O], x [B, T, I] -> dW [O, I] in dtype, moment [O, I] in float32 or float64."""
     fold, wide = folder(), exact_dtype(gradient)
     total, moment = pair_of(gradient, torch.Size((gradient.shape[2], x.shape[2])), place)
-    chunk = chunk_of(gradient.shape[0], total.numel(), EIGHT)
+    samples, turned = gradient.shape[0], gradient.transpose(1, 2)
+    chunk = chunk_of(samples, total.numel(), EIGHT)
     each = total.new_empty(chunk, *total.shape)
-    for turn, (left, right) in enumerate(zip(torch.split(gradient, chunk), torch.split(x, chunk), strict=True)):
-        some = each[: left.shape[0]]
-        if left.shape[0] == 0:
-            break
+    for start in range(0, samples, chunk):
+        left, right = turned[start : start + chunk].to(wide), x[start : start + chunk].to(wide)
+        some = each if left.shape[0] == chunk else each[: left.shape[0]]
         if left.shape[0] == 1:  # 10 % faster than a batch of one
-            torch.mm(left[0].to(wide).T, right[0].to(wide), out=some[0])
+            torch.mm(left[0], right[0], out=some[0])
         else:
-            torch.bmm(left.to(wide).transpose(1, 2), right.to(wide), out=some)
-        fold(some, total, moment, turn == 0)
+            torch.bmm(left, right, out=some)
+        fold(some, total, moment, start == 0)
     return total.to(dtype), moment
 
 
