@@ -130,7 +130,7 @@ class Ledger:
         if self.shared or self.book.capturing is not None or self.moment.data_ptr() % 16:
             return None
         stage = self._stage()
-        if stage.placed or not stage.fresh or self.moment.dtype != self.dtype or len(self.staged) > 1:
+        if stage.placed or stage.uses or not stage.fresh or self.moment.dtype != self.dtype or len(self.staged) > 1:
             return None
         stage.placed = True
         return self.in_place()
