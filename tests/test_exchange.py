@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import VGC
-from gradwire.exchange import courier_of
+from gradwire.exchange import Courier, Flight, courier_of
 
 
 class Slow(torch.autograd.Function):
@@ -43,23 +43,23 @@ def overlap():
     model = scenes.ddp(SlowStart())
     wire = gradwire.attach(model, VGC(alpha=1.0))
     link = wire._link
-    exchange, gather, events = link.exchange, link._delivery._courier.gather, []
+    exchange, wait, events = link.exchange, Flight.wait, []
 
     def handed(bucket):
         events.append(("handed", time.monotonic()))
         return exchange(bucket)
 
-    def gathered(message):
-        result = gather(message)
+    def gathered(flight):
+        result = wait(flight)
         events.append(("gathered", time.monotonic()))
         return result
 
-    link.exchange, link._delivery._courier.gather = handed, gathered
+    link.exchange, Flight.wait = handed, gathered
     optimizer = scenes.sgd(model)
     for step in range(3):
         events.clear()
         list(scenes.train(model, range(step, step + 1), optimizer))
-    link._delivery._courier.gather = gather
+    Flight.wait = wait
     return events
 
 
@@ -70,6 +70,44 @@ def test_the_exchange_overlaps_with_the_backward(spawn):
         early = [at for name, at in events if name == "gathered" and at < last_handed]
         assert len(early) >= 2  # the last layer's messages were there while the first layer's backward still ran
         assert last_handed - min(early) > 0.1
+
+
+def in_flight():
+    """What the courier does, bucket by bucket, when all buckets are ready before the first message has arrived."""
+    model = scenes.ddp(scenes.net())
+    gradwire.attach(model, VGC(alpha=1.0))
+    gather, wait, events = Courier.gather, Flight.wait, []
+
+    def sent(courier, message):
+        events.append(("sent", message.numel()))
+        return gather(courier, message)
+
+    def waited(flight):
+        events.append(("waited for", flight._message.numel()))
+        time.sleep(0.3)  # a slow link: the backward ends meanwhile
+        return wait(flight)
+
+    optimizer = scenes.sgd(model)
+    list(scenes.train(model, range(2), optimizer))
+    Courier.gather, Flight.wait = sent, waited
+    list(scenes.train(model, range(2, 3), optimizer))
+    Courier.gather, Flight.wait = gather, wait
+    return events, scenes.digest(model.parameters())
+
+
+def test_a_bucket_is_sent_while_the_one_before_is_on_its_way(spawn):
+    (one, prints), (other, same) = spawn(2, in_flight)
+    assert prints == same
+    sizes = [[size for what, size in events if what == "sent"] for events in (one, other)]
+    assert sizes[0] == sizes[1]  # collectives begin in one order on all ranks, whatever arrives when
+    assert len(sizes[0]) >= 4
+    for events in (one, other):
+        assert [size for what, size in events if what == "waited for"] == sizes[0]
+        on_their_way, most = 0, 0
+        for what, _ in events:
+            on_their_way += 1 if what == "sent" else -1
+            most = max(most, on_their_way)
+        assert most >= 2
 
 
 def in_a_subgroup():

@@ -162,11 +162,11 @@ def corrupt(rank_hit, sender):
     gather, calls = courier.gather, []
 
     def spoiled(message):
-        received = gather(message)
+        flight = gather(message)
         calls.append(1)
         if dist.get_rank() == rank_hit and len(calls) == 5:
-            received[sender, -1] ^= 4
-        return received
+            flight.wait()[sender, -1] ^= 4
+        return flight
 
     courier.gather = spoiled
     x, y = scenes.batch(3)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Arrival, Context, Gather, Message, State, tensors
-from gradwire.exchange import Courier
+from gradwire.compressors.base import Arrival, Context, Gather, State, tensors
+from gradwire.exchange import Courier, Flight
 from gradwire.layout import Layout
 from gradwire.stats import Meter
 from gradwire.store import Bucket
@@ -32,6 +32,18 @@ class Parcel:
     scale: Tensor | None  # of a GradScaler: r and v are kept in units of 1
     ready: torch.cuda.Event | None
     future: Future[Tensor]
+
+
+@dataclass
+class Sent:
+    """A parcel whose message is on its way; summed: in a dense step, all that was held back too."""
+
+    compressor: Gather[Any]
+    parcel: Parcel
+    context: Context
+    data: Tensor
+    flight: Flight
+    summed: Flight | None = None
 
 
 @dataclass
@@ -68,19 +80,31 @@ class Delivery:
         self._courier.submit(lambda: self._work(compressor, step, parcel))
 
     def _work(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+        """Encodes and sends; what follows is work behind the buckets that are ready by now."""
         step.parcels.append(parcel)
+
+        def send() -> None:
+            sent = self._send(compressor, step, parcel)
+            self._courier.submit(lambda: self._do(step, parcel, lambda: self._arrive(step, sent)))
+
+        self._do(step, parcel, send)
+
+    def _do(self, step: Step, parcel: Parcel, piece: Callable[[], None]) -> None:
         try:
             if self._error is not None:
                 raise RuntimeError(f"an earlier exchange failed: {self._error}") from self._error
             with self._on_stream(parcel):
-                self._deliver(compressor, step, parcel)
-                step.tensors_left -= len(parcel.bucket.layout)
-                if step.tensors_left == 0:
-                    self._finish(step)
+                piece()
         except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
             self._fail(step, error)
 
-    def _deliver(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+    def _arrive(self, step: Step, sent: Sent) -> None:
+        self._receive(step, sent)
+        step.tensors_left -= len(sent.context.layout)
+        if step.tensors_left == 0:
+            self._finish(step)
+
+    def _send(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> Sent:
         layout, state = parcel.bucket.layout, parcel.bucket.state
         context = Context(layout, step.number, self._capacity.of(layout, step.plan), parcel.active)
         with self._meter.phase("encode"):
@@ -89,27 +113,31 @@ class Delivery:
             whole = compressor.waiting(state, context) if step.plan.dense else None
             if whole is not None and parcel.scale is not None:
                 step.undo.append(_snapshot(state))  # a GradScaler may yet skip the optimizer's step
+        flight = self._courier.gather(message.data)
+        if whole is None:
+            self._meter.elements(layout, message.sent, message.passed, message.sent_norm)
+            return Sent(compressor, parcel, context, message.data, flight)
+        self._meter.everything(layout, whole.abs().sum())
+        summed = self._courier.sum(whole.mul_(1 / self._courier.world_size))
+        return Sent(compressor, parcel, context, message.data, flight, summed)
+
+    def _receive(self, step: Step, sent: Sent) -> None:
+        compressor, parcel, context = sent.compressor, sent.parcel, sent.context
         with self._meter.phase("exchange"):
-            messages = self._courier.gather(message.data)
-            if whole is not None:
-                norm = whole.abs().sum()
-                self._courier.sum(whole.mul_(1 / self._courier.world_size))
+            messages = sent.flight.wait()
+            whole = None if sent.summed is None else sent.summed.wait()
         with self._meter.phase("decode"):
             out = torch.empty_like(parcel.bucket.moment) if parcel.buffer.dtype != torch.float32 else parcel.buffer
             arrival = compressor.decode(messages, out, context)
             if whole is not None:
                 out.copy_(whole)
-                step.clear.append(lambda: compressor.clear(state, context))
+                step.clear.append(lambda: compressor.clear(parcel.bucket.state, context))
             parcel.buffer.copy_(out if parcel.scale is None else out.mul_(parcel.scale))
-        step.arrivals.append((layout, arrival))
-        self._count(parcel, message, whole is not None)
-        if whole is None:
-            self._meter.elements(layout, message.sent, message.passed, message.sent_norm)
-        else:
-            self._meter.everything(layout, norm)
+        step.arrivals.append((context.layout, arrival))
+        self._count(parcel, sent.data, whole is not None)
 
-    def _count(self, parcel: Parcel, message: Message, whole: bool) -> None:
-        n_message = message.data.numel() * WORD_BYTES
+    def _count(self, parcel: Parcel, data: Tensor, whole: bool) -> None:
+        n_message = data.numel() * WORD_BYTES
         n_whole = parcel.bucket.layout.numel * WORD_BYTES if whole else 0
         n_dense = parcel.buffer.numel() * parcel.buffer.element_size()
         self._meter.count(n_message + n_whole, n_message * (self._courier.world_size - 1) + n_whole, n_dense)

@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +26,27 @@ Work = queue.SimpleQueue[Callable[[], None] | None]
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
 
 
+@dataclass
+class Flight:
+    """Messages on their way."""
+
+    _message: Tensor  # kept until it has been read
+    _out: Tensor
+    _work: Any
+
+    def wait(self) -> Tensor:
+        """Every rank's message, [W, words]."""
+        self._work.wait()
+        return self._out
+
+
 class Courier:
     """One thread and one process group of its own, shared by all models on the same original group.
 
     Takes work in the order DDP hands it over, the same on every rank, and runs it piece by piece. A collective started
     from a future's callback would run in an order of its own: torch's PowerSGD hook deadlocks on Gloo for that reason.
+    So collectives are begun in that order, and what follows them is new work at the end of the queue: a bucket that is
+    ready is encoded and sent while the one before it is on its way.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -50,15 +67,15 @@ class Courier:
         """Queues `work`, which must handle its own exceptions."""
         self._work.put(work)
 
-    def gather(self, message: Tensor) -> Tensor:
-        """Every rank's message, [W, words]; called from the courier's own thread."""
+    def gather(self, message: Tensor) -> Flight:
+        """Sends this rank's message and asks for all others'; called from the courier's own thread."""
         out = message.new_empty(self.world_size * message.numel())
-        all_gather(out, message, group=self.group)
-        return out.view(self.world_size, -1)
+        work = all_gather(out, message, group=self.group, async_op=True)
+        return Flight(message, out.view(self.world_size, -1), work)
 
-    def sum(self, tensor: Tensor) -> None:
+    def sum(self, tensor: Tensor) -> Flight:
         """tensor = its sum over the ranks; called from the courier's own thread."""
-        dist.all_reduce(tensor, group=self.group)
+        return Flight(tensor, tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
 
 
 def _run(work: Work) -> None:
