@@ -11,7 +11,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file: workers, oracle
 
+import warm
 from workers import Pool
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before xdist starts its processes."""
+    several = getattr(session.config.option, "numprocesses", None)
+    if several and not hasattr(session.config, "workerinput"):
+        warm.compile_kernels()
 
 
 @pytest.fixture(scope="session")
