@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gradwire.moments.combined import Settled, merge
+from gradwire.moments.combined import Settled, merge, settled
 from gradwire.moments.site import Doubt, Site
 from gradwire.moments.uses import Use
 
@@ -37,14 +37,10 @@ class Capturing:
         uses.append(use if ledger.shared else self._settled(ledger, use))
 
     def _settled(self, ledger: Ledger, use: Use) -> Settled:
-        moment = use.finished
-        if moment is None:
-            moment = torch.empty_like(ledger.param, dtype=ledger.dtype)
-            use.write(moment)
-        probed = use.along(ledger.check.probe) if self._checks else None
-        settled = Settled(moment, use.samples, use.kind, probed)
-        settled.eps, settled.proven = use.eps, not self._checks
-        return settled
+        finished = settled(use, ledger.param, ledger.dtype)
+        finished.probed = use.along(ledger.check.probe) if self._checks else None
+        finished.proven = not self._checks
+        return finished
 
     def finish(self) -> None:
         """At the end of a backward, still captured: what had to wait for all uses of a parameter."""
@@ -71,12 +67,12 @@ class Capturing:
         self._checks = False
 
     def _check(self, name: str, gradient: Tensor | None) -> None:
-        ledger, settled = self.recorder.ledgers[name], self.moments.get(name)
-        if gradient is None or settled is None:
+        ledger, finished = self.recorder.ledgers[name], self.moments.get(name)
+        if gradient is None or finished is None:
             return
         ledger.check.due = True
         try:
-            ledger.check.after([settled], gradient, settled.eps, settled.moment)
+            ledger.check.after([finished], gradient, finished.eps, finished.moment)
         except Doubt as doubt:
             self.doubts[name] = str(doubt)
 
@@ -91,18 +87,18 @@ class Capturing:
         begin: list[tuple[Tensor, Tensor]] = []
         go_on: list[tuple[Tensor, Tensor]] = []
         for name in names:
-            ledger, settled = self.recorder.ledgers[name], self.moments[name]
+            ledger, finished = self.recorder.ledgers[name], self.moments[name]
             fresh = ledger.begins(ledger.param.grad)
-            (begin if fresh else go_on).append((ledger.in_place(), settled.moment))
-            ledger.replayed(passed, settled.kind, fresh)
+            (begin if fresh else go_on).append((ledger.in_place(), finished.moment))
+            ledger.replayed(passed, finished.kind, fresh)
         for pairs, work in ((begin, torch._foreach_copy_), (go_on, torch._foreach_add_)):
             if pairs:
                 work([out for out, _ in pairs], [moment for _, moment in pairs])
 
     def stage(self, site: Site) -> None:
         """What the replay that follows will have written by the time the gradients arrive."""
-        for name, settled in self.moments.items():
+        for name, finished in self.moments.items():
             if name not in self.doubts:
-                self.recorder.ledgers[name].stage(site, settled)
+                self.recorder.ledgers[name].stage(site, finished)
         for name, reason in self.doubts.items():
             self.recorder.ledgers[name].doubt(reason)

@@ -157,6 +157,17 @@ class Settled(Use):
         out.copy_(self.moment)
 
 
+def settled(use: Use, like: Tensor, dtype: torch.dtype) -> Settled:
+    """The use finished; like: the parameter."""
+    moment = use.finished
+    if moment is None:
+        moment = torch.empty_like(like, dtype=dtype)
+        use.write(moment)
+    made = Settled(moment, use.samples, use.kind)
+    made.eps = use.eps
+    return made
+
+
 def merge(uses: Sequence[Use]) -> Use:
     """All uses of a parameter in one pass as one use: the same samples, so cross terms count."""
     first = uses[0]

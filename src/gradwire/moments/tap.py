@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.moments.check import widest
-from gradwire.moments.combined import Settled
+from gradwire.moments.combined import settled
 from gradwire.moments.ledger import Ledger, current_task
 from gradwire.moments.registry import Layer
 from gradwire.moments.site import Doubt, Mismatch, Pass, Site, quietly
@@ -126,18 +126,15 @@ class Tap:
         """
         if self.keeps():
             return use
-        ledger, moment = self.ledgers[name], use.finished
-        if moment is None:
-            moment = torch.empty_like(ledger.param, dtype=ledger.dtype)
-            use.write(moment)
-        settled = Settled(moment, use.samples, use.kind)
-        settled.eps, settled.landed = use.eps, use.landed
+        ledger = self.ledgers[name]
+        finished = settled(use, ledger.param, ledger.dtype)
+        finished.landed = use.landed
         if ledger.check.coming:
             if made is not None and made.ndim > 1:
                 use.summed = made.to(ledger.dtype)
-            settled.probed = use.along(ledger.check.probe)
-            settled.output_gradients = tuple(norm(gradient) for gradient in use.output_gradients)
-        return settled
+            finished.probed = use.along(ledger.check.probe)
+            finished.output_gradients = tuple(norm(gradient) for gradient in use.output_gradients)
+        return finished
 
 
 def first_input(module: nn.Module) -> str:
