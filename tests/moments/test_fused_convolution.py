@@ -111,21 +111,10 @@ def check_plans() -> None:
                 assert max(map(error, found, wanted)) < 1e-6, (plan, layout, positions_last)
 
 
-def mend_interpreter() -> None:
-    """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
-
-    interpreter._patch_lang_tensor = patched
-
-
 def interpreted(what: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
+    from test_fused_linear import mend_interpreter
+
     mend_interpreter()
     if what == "plans":
         return check_plans()
