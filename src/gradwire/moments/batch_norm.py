@@ -88,7 +88,7 @@ def input_gradient(
     gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, deviation: Tensor, totals: Tensor
 ) -> Tensor:
     """dX from the sums, by the half of torch's backward that follows its own (SyncBatchNorm's)."""
-    count = count_of(x.numel() // x.shape[1], x.device)
+    count, weight = count_of(x.numel() // x.shape[1], x.device), weight.to(mean.dtype)  # one dtype but for x and G
     return torch.batch_norm_backward_elemt(gradient, x, mean, deviation, weight, totals[1], totals[4], count)
 
 
