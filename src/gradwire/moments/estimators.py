@@ -43,6 +43,32 @@ class Groups:
         return (1 - 1 / self.samples) * within + total.square() / self.samples
 
 
+class MicroBatches:
+    """The account of one accumulation's micro-batches, where an estimate may be asked for."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.groups: Groups | None = None
+        self.share: Tensor | None = None  # what the one now arriving adds to a gradient that is there
+        self._first_samples: int | None = None
+
+    @property
+    def several(self) -> bool:
+        return self.groups is not None and self.groups.count > 1
+
+    def count(self, held: Tensor, samples: int | None, number: int) -> None:
+        """After the accumulation of the number-th, from 1; held: `.grad`; samples: its own."""
+        if number == 1:
+            self._first_samples = samples
+        elif self.share is not None and samples is not None and self._first_samples is not None:
+            if self.groups is None and number == 2:
+                self.groups = Groups(held, self.dtype)
+                self.groups.add(held - self.share, self._first_samples)
+            if self.groups is not None:
+                self.groups.add(self.share, samples)
+        self.share = None
+
+
 def step(gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """v = g^2: the whole batch as one sample."""
     return gradient.to(dtype).square()

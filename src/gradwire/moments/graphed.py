@@ -134,7 +134,7 @@ class Graphed:
         """A replay of the backward follows: its moments are staged, where no hook of its own commits them."""
         self._look()
         self.recorder.enter_task()
-        self._alone = self._complete and self.recorder.hushed
+        self._alone = self._complete and self.recorder.ears.closed
         if not self._alone:
             self.capturing.stage(Site(passed.number, passed.batch, None, True, frozenset()))
 
@@ -177,7 +177,7 @@ class Graphed:
         if module is None or module.__dict__.get(ATTRIBUTE) is not self:
             return
         delattr(module, ATTRIBUTE)
-        self.recorder.listen()
+        self.recorder.ears.open()
         if self.before is None:
             del module.__dict__["forward"]
         else:
@@ -192,7 +192,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     if kwargs or not graphed.fits(args):
         if torch.is_grad_enabled():
-            graphed.recorder.listen()
+            graphed.recorder.ears.open()
         return graphed.own(*args, **kwargs)
     return graphed.run(args)
 

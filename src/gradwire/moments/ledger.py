@@ -3,68 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.errors import MomentError
 from gradwire.layout import in_shape
+from gradwire.moments.book import Book
 from gradwire.moments.check import THRICE, Check
 from gradwire.moments.combined import merge
-from gradwire.moments.estimators import Groups, step
+from gradwire.moments.estimators import MicroBatches, step
 from gradwire.moments.site import Doubt, Site, quietly
+from gradwire.moments.staged import Passes, Stage, current_task
 from gradwire.moments.together import exact_dtype
 from gradwire.moments.uses import Use
-
-if TYPE_CHECKING:
-    from gradwire.moments.capturing import Capturing
-
-Passes = dict[int, list[Use]]
 
 INTERACT = "samples interact in a batch norm"
 REENTRANT = (
     "a reentrant checkpoint brings its uses in one pass apart, without cross terms; use_reentrant=False does not"
 )
-
-
-class Book(Protocol):
-    """What a ledger needs to know of its recorder."""
-
-    capturing: Capturing | None
-    paused: frozenset[str]
-    strict: bool
-    estimator: str
-    ran_backward: bool
-
-    @property
-    def passes(self) -> int: ...
-
-    @property
-    def open_samples(self) -> int | None: ...
-
-    def hear(self, ledger: Ledger) -> None: ...
-
-
-@dataclass
-class Stage:
-    """What one backward (graph task) has brought so far, by forward pass.
-
-    commits: how many had been made when it began; fresh: whether `.grad` was empty then.
-    """
-
-    commits: int = -1
-    fresh: bool = False
-    placed: bool = False  # a use may have written its moment already
-    uses: Passes = field(default_factory=dict)
-    signed: Passes = field(default_factory=dict)
-    recomputed: set[int] = field(default_factory=set)  # passes of which a reentrant checkpoint recomputed a part
-    doubt: str | None = None
-
-
-def current_task() -> int:
-    return torch._C._current_graph_task_id()
 
 
 class Ledger:
@@ -87,11 +44,9 @@ class Ledger:
         self.committed: dict[int, bool] = {}  # passes in this accumulation -> whether a part was recomputed
         self.overlap = False  # two commits of one pass: they are no groups
         self.last_pass = 0
-        self.share: Tensor | None = None
         self.version = -1
         self.backwards = 0
-        self.groups: Groups | None = None
-        self.first_samples: int | None = None
+        self.batches = MicroBatches(self.dtype)
         self.reason: str | None = None  # why this accumulation is estimated
         self.kind, self.why = "not seen yet", "no gradient so far"
 
@@ -138,8 +93,7 @@ class Ledger:
     def _make_room(self) -> None:
         """A backward inside another one (a reentrant checkpoint) commits first: the other's moment moves elsewhere."""
         for stage in self.staged.values():
-            for use in (use for uses in stage.uses.values() for use in uses if use.place is not None):
-                use.finished = None if use.finished is None else use.finished.clone()
+            stage.move_out()
 
     # ---- the parameter's hooks
 
@@ -150,7 +104,7 @@ class Ledger:
         stage = self._stage()
         stage.commits, stage.fresh = self.commits, self.begins(self.param.grad)
         # A reference to a first gradient would make AccumulateGrad copy instead of taking it.
-        self.share = None if stage.fresh else gradient.detach()
+        self.batches.share = None if stage.fresh else gradient.detach()
 
     def begins(self, held: Tensor | None) -> bool:
         """Whether what comes now is the first of an accumulation; held: `.grad`, before it."""
@@ -182,7 +136,7 @@ class Ledger:
         with quietly(param.device):
             reason = self._commit(stage, gradient)
             if reason is not None or self.estimated:
-                self._count_groups(gradient)
+                self.batches.count(gradient, book.open_samples, self.backwards)
             if self.empty:
                 self._clear()
         self.version = gradient._version
@@ -203,7 +157,7 @@ class Ledger:
 
     def _restart(self) -> None:
         self.empty = True
-        self.backwards, self.groups, self.reason = 0, None, None
+        self.backwards, self.batches.groups, self.reason = 0, None, None
         self.overlap = False
         self.committed.clear()
 
@@ -292,21 +246,8 @@ class Ledger:
 
     # ---- estimates
 
-    def _count_groups(self, held: Tensor) -> None:
-        """Takes this micro-batch into account, where an estimate may be asked for."""
-        samples = self.book.open_samples
-        if self.backwards == 1:
-            self.first_samples = samples
-        elif self.share is not None and samples is not None and self.first_samples is not None:
-            if self.groups is None and self.backwards == 2:
-                self.groups = Groups(held, self.dtype)
-                self.groups.add(held - self.share, self.first_samples)
-            if self.groups is not None:
-                self.groups.add(self.share, samples)
-        self.share = None
-
     def _estimate_kind(self) -> str:
-        several = self.groups is not None and self.groups.count > 1 and not self.overlap
+        several = self.batches.several and not self.overlap
         grouped = self.book.estimator == "groups" and several
         return "groups" if grouped else "step"
 
@@ -323,14 +264,14 @@ class Ledger:
         """Completes an estimated moment from the accumulated gradient; the next commit overwrites."""
         if self.arrived and self.reason is not None:
             self._estimate(in_shape(gradient, self.param), self.reason)
-        self.groups = None
+        self.batches.groups = None
         self.consumed, self.arrived = True, False
 
     @torch.no_grad()
     def _estimate(self, gradient: Tensor, reason: str) -> None:
         self.kind, self.why = self._estimate_kind(), reason
-        if self.kind == "groups" and self.groups is not None:
-            moment = self.groups.moment(gradient)
+        if self.kind == "groups" and self.batches.groups is not None:
+            moment = self.batches.groups.moment(gradient)
         else:
             moment = step(gradient, self.dtype)
             if self.book.estimator == "groups":

@@ -14,6 +14,9 @@ from gradwire.errors import AttachError
 from gradwire.moments.tap import transformed
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from gradwire.moments.ledger import Ledger
     from gradwire.moments.recorder import Recorder
 
 
@@ -116,3 +119,40 @@ def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
             alive(tensor)
 
     return call
+
+
+class Ears:
+    """The hooks on the parameters of a recorder; without them while a captured graph commits by itself."""
+
+    def __init__(self, ledgers: Mapping[str, Ledger]) -> None:
+        self._ledgers = ledgers
+        self._handles: dict[str, list[RemovableHandle]] = {}
+
+    @property
+    def closed(self) -> bool:
+        return not self._handles
+
+    def open(self) -> None:
+        """Hears of every gradient; again where `close` has ended that."""
+        if self._handles:
+            return
+        for name, ledger in self._ledgers.items():
+            param: Any = ledger.param  # torch's hook methods carry no types
+            wants = param.requires_grad
+            param.requires_grad_(True)  # a hook on a frozen parameter is refused, though it may be thawed later
+            self._handles[name] = [param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated))]
+            if ledger.estimated:
+                self.hear_more(ledger)
+            param.requires_grad_(wants)
+
+    def hear_more(self, ledger: Ledger) -> None:
+        """Of this parameter also before its gradient is accumulated."""
+        handles = self._handles[ledger.name]
+        if len(handles) == 1:
+            handles.append(ledger.param.register_hook(weakly(ledger.on_gradient)))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()

@@ -20,11 +20,12 @@ from gradwire.moments.compiled import RECORDERS, UNKNOWN, clock_of
 from gradwire.moments.coverage import Row, report
 from gradwire.moments.estimators import ESTIMATORS
 from gradwire.moments.inventory import Owner
-from gradwire.moments.ledger import Ledger, current_task
-from gradwire.moments.passes import OutputHook, PassHook, batch_size, token_count, weakly
+from gradwire.moments.ledger import Ledger
+from gradwire.moments.passes import Ears, OutputHook, PassHook, batch_size, token_count
 from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.signs import watch_signed
 from gradwire.moments.site import Pass
+from gradwire.moments.staged import current_task
 from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, uninstall
 
 if TYPE_CHECKING:
@@ -82,10 +83,10 @@ class Recorder:
         self._reached_in = -1
         self._tasks: set[int] = set()
         self._handles: list[RemovableHandle] = []
-        self._ears: dict[str, list[RemovableHandle]] = {}  # hooks on every parameter
         self._taps: dict[nn.Module, Tap] = {}
         self._broadcasts: list[Tap] = []
         self.ledgers: dict[str, Ledger] = {}
+        self.ears = Ears(self.ledgers)
         try:
             self._open_ledgers(root, names)
             self._install(root)
@@ -151,43 +152,18 @@ class Recorder:
     def _install(self, root: nn.Module) -> None:
         for module, tap in self._taps.items():
             install(module, tap)
-        self.listen()
+        self.ears.open()
         self._handles.append(root.register_forward_pre_hook(PassHook(self), with_kwargs=True))
         self._handles.append(root.register_forward_hook(OutputHook(self)))
 
-    def listen(self) -> None:
-        """Hears of every gradient; again where `hush` has ended that."""
-        if self._ears:
-            return
-        for name, ledger in self.ledgers.items():
-            param: Any = ledger.param  # torch's hook methods carry no types
-            wants = param.requires_grad
-            param.requires_grad_(True)  # a hook on a frozen parameter is refused, though it may be thawed later
-            self._ears[name] = [param.register_post_accumulate_grad_hook(weakly(ledger.on_accumulated))]
-            if ledger.estimated:
-                self.hear(ledger)
-            param.requires_grad_(wants)
-
     def hear(self, ledger: Ledger) -> None:
         """Of an estimated parameter the gradient also before it is accumulated."""
-        handles = self._ears[ledger.name]
-        if len(handles) == 1:
-            handles.append(ledger.param.register_hook(weakly(ledger.on_gradient)))  # type: ignore[no-untyped-call]
+        self.ears.hear_more(ledger)
 
     def hush(self) -> None:
         """Without hooks on parameters, where the pass now beginning is the only one open: its graph does without."""
-        if self._ears and len(self._open) == 1:
-            self._stop_hearing()
-
-    def _stop_hearing(self) -> None:
-        for handles in self._ears.values():
-            for handle in handles:
-                handle.remove()
-        self._ears.clear()
-
-    @property
-    def hushed(self) -> bool:
-        return not self._ears
+        if len(self._open) == 1:
+            self.ears.close()
 
     # ---- passes and graph tasks
 
@@ -304,7 +280,7 @@ class Recorder:
     def remove(self) -> None:
         """Restores every forward and removes every hook; the moments stay readable."""
         self.release()
-        self._stop_hearing()
+        self.ears.close()
         for handle in self._handles:
             handle.remove()
         for module, tap in self._taps.items():

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from gradwire.moments.check import widest
 from gradwire.moments.combined import settled
-from gradwire.moments.ledger import Ledger, current_task
+from gradwire.moments.ledger import Ledger
 from gradwire.moments.registry import Layer
 from gradwire.moments.site import Doubt, Mismatch, Pass, Site, quietly
+from gradwire.moments.staged import current_task
 from gradwire.moments.uses import Landed, Use, norm
 
 if TYPE_CHECKING:
