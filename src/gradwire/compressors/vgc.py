@@ -92,8 +92,8 @@ class VGC:
         if self.wire == "compact":
             orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
             counts = torch.zeros_like(counts)  # its blocks count for themselves
-        parts = (chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
-        data = kernel.seal(shape, context.step, *parts)
+        parts = header.Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
+        data = kernel.seal(shape, context.step, parts)
         return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self._norm(chosen))
 
     def _norm(self, chosen: kernels.Selection) -> Tensor:

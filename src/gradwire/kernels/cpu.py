@@ -19,7 +19,7 @@ from gradwire.layout import Layout
 from gradwire.threads import equal_parts, shared
 from gradwire.wire import compact_cpu, header
 from gradwire.wire.compact import Blocks
-from gradwire.wire.header import Shape
+from gradwire.wire.header import Parts, Shape
 
 __all__ = ["add", "check", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
 
@@ -252,18 +252,9 @@ def checksum(messages: Tensor) -> Tensor:
     return torch.from_numpy(np.array([total], dtype=np.uint64).view(np.int32))
 
 
-def seal(
-    shape: Shape,
-    step: int,
-    finite: Tensor,
-    counts: Tensor,
-    passed: Tensor,
-    exponents: Tensor,
-    orders: Tensor | None,
-    body: Tensor,
-) -> Tensor:
+def seal(shape: Shape, step: int, parts: Parts) -> Tensor:
     """As `reference.seal`."""
-    return header.write(shape, step, finite, counts, passed, exponents, orders, body, checksum)
+    return header.write(shape, step, parts, checksum)
 
 
 def inspect(messages: Tensor, shape: Shape, step: int) -> Tensor:

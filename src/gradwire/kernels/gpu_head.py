@@ -13,23 +13,18 @@ LOOKED_AT = 256  # words at a time
 _FLAGS = 5
 
 
-def seal(
-    shape: header.Shape,
-    step: int,
-    finite: Tensor,
-    counts: Tensor,
-    passed: Tensor,
-    exponents: Tensor,
-    orders: Tensor | None,
-    body: Tensor,
-) -> Tensor:
+def seal(shape: header.Shape, step: int, parts: header.Parts) -> Tensor:
     """As `header.write`."""
+    finite, counts, passed, exponents, orders, body = parts
     message = torch.empty(shape.words, dtype=torch.int32, device=body.device)
     message[shape.body] = body
-    parts = (finite, counts, passed, exponents, passed if orders is None else orders)
-    numbers = _numbers(shape, step)
+    given = (finite, counts, passed, exponents, passed if orders is None else orders)
     heads.head_kernel[(1,)](
-        message, *(part.contiguous() for part in parts), *numbers, compact=orders is not None, width=LOOKED_AT
+        message,
+        *(part.contiguous() for part in given),
+        *_numbers(shape, step),
+        compact=orders is not None,
+        width=LOOKED_AT,
     )
     message[header.CHECKSUM] = checksum(message)
     return message

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradwire.layout import Layout
 from gradwire.wire.compact import Blocks
-from gradwire.wire.header import Shape
+from gradwire.wire.header import Parts, Shape
 
 CHUNK = 1 << 28  # a word has 28 bits for the place: longer messages are cut into chunks of this many elements
 NOTHING = -128  # the exponent of a tensor that sends nothing
@@ -85,16 +85,6 @@ class Kernels(Protocol):
 
     def checksum(self, messages: Tensor) -> Tensor: ...
 
-    def seal(
-        self,
-        shape: Shape,
-        step: int,
-        finite: Tensor,
-        counts: Tensor,
-        passed: Tensor,
-        exponents: Tensor,
-        orders: Tensor | None,
-        body: Tensor,
-    ) -> Tensor: ...
+    def seal(self, shape: Shape, step: int, parts: Parts) -> Tensor: ...
 
     def inspect(self, messages: Tensor, shape: Shape, step: int) -> Tensor: ...

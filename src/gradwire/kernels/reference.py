@@ -15,7 +15,7 @@ from gradwire.kernels.interface import GOLDEN, NOTHING, ROUNDING, SMALLEST, WIND
 from gradwire.layout import Layout, Slot
 from gradwire.wire import compact, header
 from gradwire.wire import words as wire_words
-from gradwire.wire.header import Shape
+from gradwire.wire.header import Parts, Shape
 
 
 def encode(
@@ -226,18 +226,9 @@ def checksum(messages: Tensor) -> Tensor:
     return (messages.long() * place).sum(-1, keepdim=True).view(torch.int32)
 
 
-def seal(
-    shape: Shape,
-    step: int,
-    finite: Tensor,
-    counts: Tensor,
-    passed: Tensor,
-    exponents: Tensor,
-    orders: Tensor | None,
-    body: Tensor,
-) -> Tensor:
+def seal(shape: Shape, step: int, parts: Parts) -> Tensor:
     """A whole message: head, checksum, body."""
-    return header.write(shape, step, finite, counts, passed, exponents, orders, body, checksum)
+    return header.write(shape, step, parts, checksum)
 
 
 def inspect(messages: Tensor, shape: Shape, step: int) -> Tensor:

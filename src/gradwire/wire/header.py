@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,23 +85,25 @@ class Shape:
 Checksum = Callable[[Tensor], Tensor]  # a kernel's
 
 
-def write(
-    shape: Shape,
-    step: int,
-    finite: Tensor,
-    counts: Tensor,
-    passed: Tensor,
-    exponents: Tensor,
-    orders: Tensor | None,
-    body: Tensor,
-    checksum: Checksum,
-) -> Tensor:
+class Parts(NamedTuple):
+    """What a message is made of, beside what all ranks know."""
+
+    finite: Tensor  # bool []
+    counts: Tensor  # int32 [C]
+    passed: Tensor  # int32 [K]
+    exponents: Tensor  # int32 [K]
+    orders: Tensor | None  # int32 [K], format 2 only
+    body: Tensor  # int32 [shape.room]
+
+
+def write(shape: Shape, step: int, parts: Parts, checksum: Checksum) -> Tensor:
     """One whole message, int32 [shape.words]."""
+    finite, counts, passed, exponents, orders, body = parts
     fixed = torch.tensor([*shape.fixed(step), 0, 0], dtype=torch.int32)
     small = torch.zeros((shape.exponents.stop - shape.exponents.start) * 4, dtype=torch.int8, device=body.device)
     small[: len(shape.layout)] = exponents.to(torch.int8)
-    parts = [fixed.to(body.device, non_blocking=True), counts, passed, small.view(torch.int32)]
-    message = torch.cat([*parts, *([] if orders is None else [orders]), body])
+    head = [fixed.to(body.device, non_blocking=True), counts, passed, small.view(torch.int32)]
+    message = torch.cat([*head, *([] if orders is None else [orders]), body])
     message[5] = finite
     message[CHECKSUM] = checksum(message)
     return message

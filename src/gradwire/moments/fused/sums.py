@@ -195,12 +195,12 @@ def row_sums(gradient: Tensor, x: Tensor, eps: float, centered: bool) -> tuple[T
     return joined[:, 0], joined[:, 1]
 
 
-def tile_of(x: Tensor) -> tuple[int, int]:
-    """(positions, channels) of a tile: as many as possible of those that lie side by side."""
+def tile_of(x: Tensor, size: int = TILE, widest: int = 128) -> tuple[int, int]:
+    """(positions, channels) of a tile: as many as possible of those that lie side by side; size: in half precision."""
     _, channels, positions = x.shape
-    elements = 2 * TILE // x.element_size()
+    elements = 2 * size // x.element_size()
     if x.stride(1) == 1 and (x.stride(2) != 1 or positions < channels):
-        wide = min(power_of_two(channels), 128)
+        wide = min(power_of_two(channels), widest)
         return max(1, min(power_of_two(positions), elements // wide)), wide
     long = min(power_of_two(positions), 512)
     return long, max(1, min(power_of_two(channels), elements // long))
