@@ -1,6 +1,6 @@
 """Steps 2 to 4 and 6 on a GPU against the floor: the bytes that must move, at the copy bandwidth of the same run.
 
-`python benchmarks/encode_gpu.py [file.csv]` prints a table and writes it. Needs a CUDA device with 20 GB.
+Needs a CUDA device with 20 GB.
 """
 
 from __future__ import annotations

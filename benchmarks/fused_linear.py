@@ -1,7 +1,5 @@
 """Measures the fused weight gradient + second moment of a Linear against cuBLAS's weight gradient alone, on one GPU.
 
-    python benchmarks/fused_linear.py [out.csv]
-
 A ratio of 1.2 means: gradient and moment together take 1.2 times what torch takes for the gradient. The two are timed
 in turn, so that both see the same clocks and heat; each is one recorded CUDA graph, so that the host is not what is
 measured (the rows "called from Python" are without graphs), and the L2 cache is cleared before every run.

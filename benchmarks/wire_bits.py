@@ -1,7 +1,5 @@
 """What the compact format costs: bits an element against Shannon's bound and the paper's 32, and its speed on one core.
 
-    python benchmarks/wire_bits.py
-
 Codes are real: the digits task is trained for some steps by VGC's own rule, with exact second moments, on one worker.
 `rows()` measures whole messages of that run, then its codes at random places of larger tensors, ratios 10 to 10,000,
 and of a ResNet-50's 161 tensors. A message's bits are its directory and its payloads; the head is left out, as in the

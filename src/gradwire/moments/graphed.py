@@ -139,7 +139,7 @@ class Graphed:
             self.capturing.stage(Site(passed.number, passed.batch, None, True, frozenset()))
 
     def _commit_after(self, node: Any) -> None:
-        """One hook behind the replay in place of two on every parameter: those took as long as a small model's step."""
+        """One hook behind the replay in place of one on every parameter: those took as long as a small model's step."""
         passed, accumulators = self.recorder.now().number, node.next_functions[-len(self.names) :]
 
         def after(made: Any, given: Any) -> None:
