@@ -1,4 +1,4 @@
-"""What every set of kernels has: eight functions of the same names, the records they pass, the constants of the method.
+"""What every set of kernels has: seven functions of the same names, the records they pass, the constants of the method.
 
 r residual, v variance, g gradient, m second moment (sum of c_z^2); K tensors in a bucket of N elements, W ranks,
 C chunks of 2^28 places. A word is one sent element: bit 31 the sign, 30..28 d, 27..0 the place within its chunk.
@@ -82,8 +82,6 @@ class Kernels(Protocol):
     def unpack(
         self, orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-    def checksum(self, messages: Tensor) -> Tensor: ...
 
     def seal(self, shape: Shape, step: int, parts: Parts) -> Tensor: ...
 
