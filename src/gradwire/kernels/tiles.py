@@ -72,5 +72,7 @@ def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group:
 
 def on_device(numbers: Sequence[int] | Array, device: torch.device) -> Tensor:
     """int64 [n]. From pinned memory: a copy from any other would wait for the device."""
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.as_tensor(numbers, dtype=torch.int64)  # pinned next: torch 2.11 pins nothing that comes from numpy
+    if device.type == "cuda":
+        host = host.pin_memory()
     return host.to(device, non_blocking=True)

@@ -45,12 +45,12 @@ def head_kernel(
     copy_words(passed, its_passed, n_slots, width)
     small, n_small = its_passed + n_slots, (n_slots + 3) // 4
     for start in tl.range(0, n_small, width):
-        at = start + tl.arange(0, width)
-        word = at * 0
+        place = start + tl.arange(0, width)
+        four = place * 0
         for byte in tl.static_range(4):
-            slot = 4 * at + byte
-            word |= (tl.load(exponents + slot, mask=slot < n_slots, other=0) & 0xFF) << (8 * byte)
-        tl.store(small + at, word, mask=at < n_small)
+            slot = 4 * place + byte
+            four |= (tl.load(exponents + slot, mask=slot < n_slots, other=0) & 0xFF) << (8 * byte)
+        tl.store(small + place, four, mask=place < n_small)
     if compact:
         copy_words(orders, small + n_small, n_slots, width)
 
@@ -76,14 +76,14 @@ def inspect_kernel(
     tl.store(out + 4, (tl.load(total + rank) - low * 17 - high * 19 != told).to(tl.uint8))
     negative, sent = 0, tl.full((), 0, tl.int64)
     for start in tl.range(0, n_chunks, width):
-        at = start + tl.arange(0, width)
-        count = tl.load(message + FIXED + at, mask=at < n_chunks, other=0)
+        chunk = start + tl.arange(0, width)
+        count = tl.load(message + FIXED + chunk, mask=chunk < n_chunks, other=0)
         negative = tl.maximum(negative, tl.max((count < 0).to(tl.int32)))
         sent += tl.sum(count.to(tl.int64))
     tl.store(out + 5, ((negative > 0) | (sent > most)).to(tl.uint8))
     below = 0
     for start in tl.range(0, n_slots, width):
-        at = start + tl.arange(0, width)
-        passed = tl.load(message + FIXED + n_chunks + at, mask=at < n_slots, other=0)
+        slot = start + tl.arange(0, width)
+        passed = tl.load(message + FIXED + n_chunks + slot, mask=slot < n_slots, other=0)
         below = tl.maximum(below, tl.max((passed < -1).to(tl.int32)))
     tl.store(out + 6, below.to(tl.uint8))
