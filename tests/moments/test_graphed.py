@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gradwire import per_sample
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
@@ -24,7 +25,7 @@ class Rerun(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, static: StandIn, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.static = static
-        for own, given in zip(static.inputs, inputs, strict=False):
+        for own, given in zip(static.inputs, inputs, strict=True):
             own.data.copy_(given)
         static.forward()
         return tuple(output.detach() for output in static.outputs)
@@ -33,16 +34,17 @@ class Rerun(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         static = ctx.static
         static.backward(gradients)
-        return None, *[None] * len(static.inputs), *[one.detach() for one in static.gradients]
+        found = iter(static.gradients)
+        return None, *[next(found).detach() if one.requires_grad else None for one in static.inputs]
 
 
 class StandIn:
     """make_graphed_callables for one tensor out, on a CPU: the moments of a rerun go where those of the first lie."""
 
-    def __init__(self, module: nn.Module, sample: Sequence[Tensor], recorder: Recorder) -> None:
-        self.module, self.recorder, self.capturing = module, recorder, recorder.capturing
-        self.inputs = [one.clone() for one in sample]
-        self.parameters = [param for param in module.parameters() if param.requires_grad]
+    def __init__(self, run: Callable[..., Tensor], sample: Sequence[Tensor], recorder: Recorder) -> None:
+        self.run, self.recorder, self.capturing = run, recorder, recorder.capturing
+        self.parameters = [one for one in sample if one.requires_grad]
+        self.inputs = [one if one.requires_grad else one.clone() for one in sample]
         self.gradients: list[Tensor] = []
         self.forward()
         self.backward([torch.ones_like(one) for one in self.outputs])
@@ -50,7 +52,7 @@ class StandIn:
     def forward(self) -> None:
         now, self.recorder.capturing = self.recorder.capturing, self.capturing
         with torch.enable_grad():
-            self.outputs = [self.module(*self.inputs)]
+            self.outputs = [self.run(*self.inputs)]
         self.recorder.capturing = now
 
     def backward(self, gradients: Sequence[Tensor]) -> None:
@@ -68,7 +70,8 @@ class StandIn:
         self.recorder.capturing = now
 
     def __call__(self, *args: Tensor) -> Tensor:
-        return Rerun.apply(self, *args, *self.parameters)[0]
+        self.parameters = [one for one in args if one.requires_grad]
+        return Rerun.apply(self, *args)[0]
 
 
 class Tied(nn.Module):
@@ -90,9 +93,22 @@ def cnn() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(8 * 36, 5))
 
 
+class Placed(nn.Module):
+    """A parameter that is used by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Parameter(torch.randn(1, 4))
+        self.after = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(x * per_sample(self.places, x))
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "cnn": (cnn, lambda: torch.randn(6, 3, 8, 8)),
     "tied": (Tied, lambda: torch.randint(0, 7, (5, 4))),
+    "placed": (Placed, lambda: torch.randn(6, 4)),
     "mlp": (lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), lambda: torch.randn(6, 4)),
 }
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from gradwire.errors import AttachError, GradwireError
+from gradwire.moments.broadcast import WATCHED
 from gradwire.moments.capturing import Capturing
 from gradwire.moments.recorder import Recorder
 from gradwire.moments.site import Pass, Site
@@ -25,17 +27,6 @@ OVERWRITTEN = (
     "this forward pass ran as a CUDA graph, and a later one has written over what its backward needs: call backward "
     "before the next forward, or train without wire.capture"
 )
-
-
-class Whole(nn.Module):
-    """A module by its forward alone: torch graphs none that has hooks."""
-
-    def __init__(self, inner: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.run = inner, run
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.run(*inputs)
 
 
 class Ahead(torch.autograd.Function):
@@ -70,7 +61,8 @@ class Graphed:
     ) -> None:
         refuse(recorder, module, sample)
         self.recorder, self._module, self.number = recorder, weakref.ref(module), 0
-        self.parameters = [param for param in module.parameters() if param.requires_grad]
+        self._given = list(module.parameters())
+        self.parameters = [param for param in self._given if param.requires_grad]
         self.before = module.__dict__.get("forward")
         self.own = module.forward
         self.like = kind_of(sample)
@@ -78,7 +70,7 @@ class Graphed:
         self._probes: list[Any] = []
         self._capture(module, sample, make)
         names = {id(ledger.param): name for name, ledger in recorder.ledgers.items()}
-        self.names = [names.get(id(param), "") for param in module.parameters()]
+        self.names = [names.get(id(param), "") for param in self._given]
         self._complete, self._alone = self.capturing.complete(), False
         setattr(module, ATTRIBUTE, self)
         module.forward = types.MethodType(forward, module)
@@ -102,8 +94,11 @@ class Graphed:
         torch.set_autocast_cache_enabled(False)  # a weight that was cast before would not be cast again by a replay
         try:
             self.capturing.survey(own, sample)
-            # no reference to this object, which keeps the graphs alive
-            self.graph = make(Whole(module, own), tuple(sample), allow_unused_input=True)
+            with stand_ins(module, recorder) as parameters:
+                # by its forward alone, since torch graphs no module that has hooks; no reference to this object, which
+                # keeps the graphs alive
+                count = len(sample)
+                self.graph = make(lambda *given: own(*given[:count]), (*sample, *parameters), allow_unused_input=True)
         finally:
             torch.set_autocast_cache_enabled(cached)
             quiet(True)
@@ -122,7 +117,7 @@ class Graphed:
         """One forward pass by the graph."""
         self.number += 1
         self._keep_gradients()
-        outputs, spec = pytree.tree_flatten(self.graph(*args))
+        outputs, spec = pytree.tree_flatten(self.graph(*args, *self._given))
         differentiable = [one for one in outputs if one.requires_grad]
         if self._complete and differentiable:
             self.recorder.hush()
@@ -182,6 +177,36 @@ class Graphed:
             del module.__dict__["forward"]
         else:
             module.forward = self.before
+
+
+@contextmanager
+def stand_ins(module: nn.Module, recorder: Recorder) -> Iterator[list[Tensor]]:
+    """Other tensors with the parameters' memory in their places, in the order of `module.parameters()`.
+
+    DDP keeps the accumulators of the parameters themselves, which belong to the stream it was made on; a backward that
+    is captured may wait for no other stream than its own. Replays are given the parameters again.
+    """
+    own = {id(param): param for param in module.parameters()}
+    others = {key: param.detach().requires_grad_(param.requires_grad) for key, param in own.items()}
+    places = [
+        (one._parameters, name) for one in module.modules() for name, p in one._parameters.items() if p is not None
+    ]
+    ledgers = [ledger for ledger in recorder.ledgers.values() if id(ledger.param) in own]
+    held = [(table, name, table[name]) for table, name in places]
+    try:
+        for table, name, param in held:
+            table[name] = others[id(param)]  # type: ignore[assignment]
+        for ledger in ledgers:
+            ledger.here = others[id(ledger.param)]
+            WATCHED[id(ledger.here)] = WATCHED[id(ledger.param)]
+        yield list(others.values())
+    finally:
+        for table, name, param in held:
+            table[name] = param
+        for ledger in ledgers:
+            if ledger.here is not ledger.param:
+                WATCHED.pop(id(ledger.here), None)
+                ledger.here = ledger.param
 
 
 # Named so for copies and pickles of a module, as in tap.py.

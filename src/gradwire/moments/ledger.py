@@ -29,6 +29,7 @@ class Ledger:
 
     def __init__(self, name: str, param: nn.Parameter, book: Book, never: str | None, raw: str | None) -> None:
         self.name, self.param, self.book = name, param, book
+        self.here: Tensor = param  # what stands in its place: another tensor while a graph is captured
         self.never = never  # why it can never be exact
         self.shared = False  # used more than once in a pass
         self.hint = raw or "none of its uses is in a layer known here; gradwire.per_sample(param, x) makes it exact"

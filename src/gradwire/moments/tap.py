@@ -211,7 +211,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not tap or not tap.live or not torch.is_grad_enabled() or transformed():
         return type(self).forward(self, *args, **kwargs)
     # torch.func.functional_call puts other tensors in the parameters' places: not ours to record.
-    own = all(self._parameters.get(name) is ledger.param for name, ledger in tap.ledgers.items())
+    own = all(self._parameters.get(name) is ledger.here for name, ledger in tap.ledgers.items())
     if own and tap.layer is not None and tap.wanted():
         result = (tap.layer.forward or plain_forward)(self, tap, *args, **kwargs)
     else:
