@@ -7,6 +7,7 @@ the peak; with many it hides behind them. A message: the bytes that one worker s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ Batch = tuple[int, int]  # samples, positions
 FEW, MANY = (16, 16), (16, 1024)
 SETTLE = 100  # steps: every element passes its first looks too easily (capacity.py), and messages are large until then
 STATE_BYTES = 12  # residual, variance, moment
+ALPHAS = (1.5, 8.0)  # random tokens are all noise: many pass, and few
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ class Trainer:
         return Reading(1 if self.device == "cpu" else torch.cuda.memory_allocated(), peaks)
 
 
-def measure(device: str, sizes: dict[str, int], batches: tuple[Batch, ...], settle: int) -> Found:
+def measure(device: str, sizes: dict[str, int], batches: tuple[Batch, ...], settle: int, alpha: float) -> Found:
     """On every rank: plain DDP, then the same model attached."""
     trainer = Trainer(device, sizes)
     plain = trainer.read(batches)
-    wire = gradwire.attach(trainer.model, gradwire.VGC(alpha=1.5), strict=True)
+    wire = gradwire.attach(trainer.model, gradwire.VGC(alpha=alpha), strict=True)
     first = trainer.peak(batches[0], settle)
     attached = trainer.read(batches)
     wire.reset_stats()
@@ -104,9 +106,9 @@ def rows(
     settle: int = SETTLE,
 ) -> Iterator[Row]:
     sizes = sizes or {"vocabulary": 50257, "positions": 1024, "width": 768, "depth": 12}
-    for world_size in (1, 2):
-        found = on_ranks(world_size, measure, device, sizes, batches, settle)[0]
-        row = partial(row_of, found, world_size)
+    for alpha, world_size in itertools.product(ALPHAS, (1, 2)):
+        found = on_ranks(world_size, measure, device, sizes, batches, settle, alpha)[0]
+        row = partial(row_of, found, world_size, alpha)
         yield row("between two steps", found.attached.steady - found.plain.steady)
         for batch in batches:
             beyond = found.attached.peaks[batch] - found.plain.peaks[batch]
@@ -116,12 +118,12 @@ def rows(
         yield {**row(f"highest of the first {settle} steps, one of them dense, {few}", beyond), "bar": None}
 
 
-def row_of(found: Found, world_size: int, when: str, n_bytes: int) -> Row:
+def row_of(found: Found, world_size: int, alpha: float, when: str, n_bytes: int) -> Row:
     n_parameters = found.n_parameters
     reference = STATE_BYTES + (world_size + 1) * found.message / n_parameters
     ratio = n_bytes / n_parameters / reference
     return {
-        "what": f"memory beyond plain DDP, GPT-2 {n_parameters / 1e6:.0f}M, W {world_size}, {when}",
+        "what": f"memory beyond plain DDP, GPT-2 {n_parameters / 1e6:.0f}M, alpha {alpha:g}, W {world_size}, {when}",
         "against": f"12 + {world_size + 1} messages of {found.message / 2**20:.2f} MiB",
         "value": n_bytes / n_parameters,
         "reference": reference,
