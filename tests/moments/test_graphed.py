@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradwire import per_sample
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments import Recorder
-from gradwire.moments.graphed import Graphed
+from gradwire.moments.graphed import Graphed, stand_ins
 
 GPU = torch.cuda.is_available()
 
@@ -160,6 +160,23 @@ def test_steps_agree_with_the_eager_model(name: str) -> None:
                 for param in model.parameters():
                     param -= 0.01 * param.grad
             model.zero_grad()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stand_ins_go_the_same_way(name: str) -> None:
+    """Or the graph would have other kernels than the eager model, and slower ones."""
+
+    def nodes(node: Any) -> list[str]:
+        return [node.name(), *(one for next_, _ in node.next_functions if next_ is not None for one in nodes(next_))]
+
+    model, x = put(MODELS[name][0]()), put(MODELS[name][1]())
+    recorder = recorder_of(model)
+    recorder.on_forward((x,), {})
+    wanted = nodes(model.forward(x).grad_fn)
+    with stand_ins(model, recorder) as parameters:
+        assert nodes(model.forward(x).grad_fn) == wanted
+        assert [one.data_ptr() for one in parameters] == [one.data_ptr() for one in model.parameters()]
+    assert all(ledger.here is ledger.param for ledger in recorder.ledgers.values())
 
 
 def test_other_shapes_and_eval_run_as_before() -> None:

@@ -180,14 +180,14 @@ class Graphed:
 
 
 @contextmanager
-def stand_ins(module: nn.Module, recorder: Recorder) -> Iterator[list[Tensor]]:
-    """Other tensors with the parameters' memory in their places, in the order of `module.parameters()`.
+def stand_ins(module: nn.Module, recorder: Recorder) -> Iterator[list[nn.Parameter]]:
+    """Other parameters with the parameters' memory in their places, in the order of `module.parameters()`.
 
     DDP keeps the accumulators of the parameters themselves, which belong to the stream it was made on; a backward that
     is captured may wait for no other stream than its own. Replays are given the parameters again.
     """
     own = {id(param): param for param in module.parameters()}
-    others = {key: param.detach().requires_grad_(param.requires_grad) for key, param in own.items()}
+    others = {key: nn.Parameter(param.detach(), param.requires_grad) for key, param in own.items()}
     places = [
         (one._parameters, name) for one in module.modules() for name, p in one._parameters.items() if p is not None
     ]
@@ -195,7 +195,7 @@ def stand_ins(module: nn.Module, recorder: Recorder) -> Iterator[list[Tensor]]:
     held = [(table, name, table[name]) for table, name in places]
     try:
         for table, name, param in held:
-            table[name] = others[id(param)]  # type: ignore[assignment]
+            table[name] = others[id(param)]
         for ledger in ledgers:
             ledger.here = others[id(ledger.param)]
             WATCHED[id(ledger.here)] = WATCHED[id(ledger.param)]

@@ -88,6 +88,9 @@ def joined(device_name: str) -> Iterator[Team]:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
     if rank != 0:
         warnings.simplefilter("ignore")  # rank 0 warns for all
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     yield Team(rank, world, device)
     dist.destroy_process_group()  # not after an error: the others may never come, and the process ends anyway
