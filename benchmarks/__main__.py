@@ -63,20 +63,19 @@ def normal(benchmark: str, row: Row) -> Row:
     }
 
 
-def measured_rows(names: Iterable[str]) -> Iterator[Row]:
-    for name in names:
-        start = time.perf_counter()
-        with console.status(f"{name} ..."):
-            for row in importlib.import_module(f"benchmarks.{name}").rows():
-                shown = normal(name, row)
-                bar = f"  bar {shown['bar']}: {shown['holds']}" if shown["bar"] else ""
-                console.print(
-                    f"{shown['what']}: {shown['measured']} {shown['unit']} against {shown['against']} "
-                    f"{shown['reference']}, ratio {shown['ratio']}{bar}",
-                    highlight=False,
-                )
-                yield shown
-        console.print(f"[dim]{name}: {time.perf_counter() - start:.0f} s[/dim]")
+def measured_rows(name: str) -> Iterator[Row]:
+    start = time.perf_counter()
+    with console.status(f"{name} ..."):
+        for row in importlib.import_module(f"benchmarks.{name}").rows():
+            shown = normal(name, row)
+            bar = f"  bar {shown['bar']}: {shown['holds']}" if shown["bar"] else ""
+            console.print(
+                f"{shown['what']}: {shown['measured']} {shown['unit']} against {shown['against']} "
+                f"{shown['reference']}, ratio {shown['ratio']}{bar}",
+                highlight=False,
+            )
+            yield shown
+    console.print(f"[dim]{name}: {time.perf_counter() - start:.0f} s[/dim]")
 
 
 def run(suite: str, only: list[str], out: Path) -> None:
@@ -84,18 +83,22 @@ def run(suite: str, only: list[str], out: Path) -> None:
     unknown = set(names) - set(SUITES[suite])
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: {suite} has {', '.join(SUITES[suite])}")
-    kept = [row for row in _old(out) if row["benchmark"] not in names]
     origin = provenance() | {"command": " ".join(["python -m benchmarks", suite, *only])}
     if torch.cuda.is_available():
         origin["hardware"] = torch.cuda.get_device_name()
-    rows = [row | origin for row in measured_rows(names)]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, (*COLUMNS, *origin), lineterminator="\n")
+    for name in names:  # written after each: a later one that fails takes nothing along
+        rows = [row | origin for row in measured_rows(name)]
+        _write(out, (*COLUMNS, *origin), [row for row in _old(out) if row["benchmark"] != name] + rows)
+        failed = sum(row["holds"] == "NO" for row in rows)
+        console.print(f"{len(rows)} rows, {failed} below their bar, written to {out.name}")
+
+
+def _write(path: Path, columns: Iterable[str], rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(columns), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(kept + rows)
-    failed = sum(row["holds"] == "NO" for row in rows)
-    console.print(f"{len(rows)} rows, {failed} below their bar, written to {out.name}")
+        writer.writerows(rows)
 
 
 def _old(path: Path) -> list[Row]:
