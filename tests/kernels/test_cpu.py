@@ -140,9 +140,8 @@ def test_messages_are_checked_and_added_alike(rule: Rule, chunk: int) -> None:
     )
     outs = []
     for kernel in (reference, cpu):
-        assert not kernel.check(words, counts, exponents, layout, rule, chunk).any()
         outs.append(torch.full((layout.numel,), 7.0))
-        kernel.add(words, counts, exponents, layout, rule, chunk, outs[-1])
+        assert not kernel.add(words, counts, torch.ones(3).bool(), exponents, layout, rule, chunk, outs[-1]).any()
         sums = [kernel.checksum(words), kernel.checksum(words[1])]
         assert torch.equal(sums[0][1], sums[1])
         outs.append(sums[0])
@@ -165,4 +164,8 @@ def test_bad_places_and_exponents_are_found(kernel) -> None:
     ]:
         inputs = torch.tensor([words, [1, 2, 3]], dtype=torch.int32), torch.tensor([[3], [3]], dtype=torch.int32)
         exponents = torch.tensor([[exponent], [0]], dtype=torch.int32)
-        assert kernel.check(*inputs, exponents, layout, rule, CHUNK).tolist() == [wanted, [False, False]]
+        for sound in ([True, True], [True, False], [False, False]):
+            out = torch.full((40,), 7.0)
+            found = kernel.add(*inputs, torch.tensor(sound), exponents, layout, rule, CHUNK, out)
+            assert found.tolist() == [wanted if sound[0] else [False, False], [False, False]]
+            assert out.eq(7.0).all() == (any(wanted) or not all(sound))  # then nothing is written

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 from wire_cases import check_compact, check_crowded, check_head
 
 from gradwire.kernels import CHUNK, Rule, Selection, reference
+from gradwire.layout import Layout
+from gradwire.wire import words as wire_words
 
 RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
@@ -116,34 +118,78 @@ def check_add(device: str) -> None:
         words = inside[:, 5 : 5 + sum(capacity)]  # as in a message: other strides, nothing aligned
         words.copy_(torch.stack([one.words for one in found]))
         counts, exponents = (torch.stack([getattr(one, field) for one in found]) for field in ("counts", "exponents"))
-        out = [torch.full((layout.numel,), 9.0, device=device) for _ in range(2)]
-        for kernel, target in zip((reference, kernels()), out, strict=True):
-            kernel.add(words, counts, exponents, layout, RULES[name], chunk, target)
-        assert torch.equal(*out)
+        assert not added_alike(words, counts, exponents, layout, RULES[name], chunk)
         assert torch.equal(reference.checksum(inside), kernels().checksum(inside))
         assert torch.equal(reference.checksum(inside[0]), kernels().checksum(inside[0]))
 
 
-def check_check(device: str) -> None:
-    layout, _, found = messages(device, RULES["basic"], SIZES, 0.5, 2, CHUNK)
-    fields = ("words", "counts", "exponents")
-    words, counts, exponents = (torch.stack([getattr(one, field) for one in found]) for field in fields)
-    damages: list[Callable[[Tensor, Tensor], object]] = [
-        lambda words, exponents: None,
-        lambda words, exponents: words[0, 40].fill_(0x0FFFFFFF),
-        lambda words, exponents: words[1, 50].copy_(words[1, 49]),
-        lambda words, exponents: words[0, :2].copy_(words[0, :2].flip(0)),
-        lambda words, exponents: exponents[1].fill_(-122),
-        lambda words, exponents: exponents[0, 3].fill_(-128),
+def added_alike(
+    words: Tensor,
+    counts: Tensor,
+    exponents: Tensor,
+    layout: Layout,
+    rule: Rule,
+    chunk: int,
+    unsound: Sequence[int] = (),
+) -> bool:
+    """Whether both refuse a message; results and problems are the same, and nothing is written if there is one."""
+    sound = torch.ones(len(words), dtype=torch.bool, device=words.device)
+    sound[list(unsound)] = False
+    out = [torch.full((layout.numel,), 9.0, device=words.device) for _ in range(2)]
+    found = [
+        kernel.add(words, counts, sound, exponents, layout, rule, chunk, target)
+        for kernel, target in zip((reference, kernels()), out, strict=True)
     ]
-    seen = []
-    for damage in damages:
-        pair = words.clone(), exponents.clone()
-        damage(*pair)
-        results = [k.check(pair[0], counts, pair[1], layout, RULES["basic"], CHUNK) for k in (reference, kernels())]
-        assert torch.equal(*results)
-        seen.append(bool(results[1].any()))
-    assert seen == [False, True, True, True, True, True]
+    assert torch.equal(*found)
+    assert torch.equal(*out)
+    refused = bool(found[1].any()) or not sound.all()
+    assert out[1].eq(9.0).all() == refused
+    return refused
+
+
+def check_sparse(device: str) -> None:
+    """Tiles, tensors and whole chunks without a word, before, between and behind those that have some."""
+    for sizes, chunk in (([0, 3000, 1, 0, 999], CHUNK), ([0, 3000, 1, 0, 999], 700), ([5], CHUNK)):
+        layout = layout_of(sizes)
+        for places in ([], [0], [layout.numel - 1], [layout.numel // 2], [1, 2, 3, 3001, 3999], range(1500, 1600)):
+            index = torch.tensor([place for place in places if place < layout.numel], dtype=torch.int64)
+            n_chunks, room = -(-layout.numel // chunk), len(index) + 3
+            words, counts = torch.full((2, room), -1, dtype=torch.int32), torch.zeros(2, n_chunks, dtype=torch.int32)
+            words[0, : len(index)] = wire_words.pack(index, index.int() % 16, chunk)
+            counts[0] = torch.bincount(index // chunk, minlength=n_chunks)
+            exponents = torch.zeros(2, len(sizes), dtype=torch.int32, device=device)
+            inputs = (words.to(device), counts.to(device), exponents, layout, RULES["basic"], chunk)
+            assert not added_alike(*inputs)
+            assert added_alike(*inputs, unsound=[1])
+    assert not added_alike(words[:, :0].to(device), counts.to(device) * 0, *inputs[2:])
+
+
+def check_damage(device: str) -> None:
+    """Words and exponents that are wrong somewhere, and such as are wrong everywhere."""
+    for chunk in (CHUNK, 700):
+        layout, _, found = messages(device, RULES["basic"], SIZES, 0.5, 2, chunk)
+        fields = ("words", "counts", "exponents")
+        words, counts, exponents = (torch.stack([getattr(one, field) for one in found]) for field in fields)
+        noise = torch.randint(-(1 << 31), (1 << 31) - 1, words.shape, generator=torch.Generator().manual_seed(1))
+        damages: list[Callable[[Tensor, Tensor], object]] = [
+            lambda words, exponents: None,
+            lambda words, exponents: words[0, 40].fill_(0x0FFFFFFF),
+            lambda words, exponents: words[1, 50].copy_(words[1, 49]),
+            lambda words, exponents: words[0, :2].copy_(words[0, :2].flip(0)),
+            lambda words, exponents: words[0].copy_(words[0].flip(0)),
+            lambda words, exponents, noise=noise: words.copy_(noise),
+            lambda words, exponents: exponents[1].fill_(-122),
+            lambda words, exponents: exponents[0, 3].fill_(-128),
+        ]
+        refused = []
+        for damage in damages:
+            pair = words.clone(), exponents.clone()
+            damage(*pair)
+            refused.append(added_alike(pair[0], counts, pair[1], layout, RULES["basic"], chunk))
+        assert refused == [False] + [True] * 7
+        garbage = torch.full_like(counts, 1 << 30)  # of one that is not sound nothing is looked at
+        garbage[0] = counts[0]
+        assert added_alike(words, garbage, exponents, layout, RULES["basic"], chunk, unsound=[1])
 
 
 CASES: dict[str, Callable[[str], None]] = {
@@ -152,7 +198,8 @@ CASES: dict[str, Callable[[str], None]] = {
     "sizes": check_sizes,
     "edges": check_edges,
     "add": check_add,
-    "check": check_check,
+    "sparse": check_sparse,
+    "damage": check_damage,
     "head": check_head,
     "compact crowded": check_crowded,
     **{f"compact {name}": lambda device, name=name: check_compact(device, name) for name in ("basic", "hybrid")},

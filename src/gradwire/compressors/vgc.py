@@ -48,6 +48,8 @@ class VGC:
     wire: str = "compact"
 
     needs_moments: ClassVar[bool] = True
+    needs_room: ClassVar[bool] = True
+    holds_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("alpha", "zeta", "tau", "floor"):
@@ -58,7 +60,7 @@ class VGC:
             raise ValueError(f"VGC: alpha must be >= 0, got {self.alpha}")
         if self.floor < 0:
             raise ValueError(f"VGC: floor must be >= 0, got {self.floor}")
-        if self.alpha == 0 and self.floor == 0:
+        if self.alpha == 0 and self.floor == 0 and self.tau is None:
             raise ValueError("VGC: alpha = 0 without a floor sends everything: give a floor > 0, or use Dense()")
         if not 0 < self.zeta <= 1:
             raise ValueError(f"VGC: zeta must be in (0, 1], got {self.zeta}")
@@ -106,16 +108,13 @@ class VGC:
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
         layout, kernel, shape, chunk = context.layout, kernels.select(out.device), self._shape(context), kernels.CHUNK
         problems = kernel.inspect(messages, shape, context.step)
-        words, counts = messages[:, shape.body], messages[:, shape.counts]
+        words, counts, sound = messages[:, shape.body], messages[:, shape.counts], ~problems.any(1)
         if self.wire == "compact":
-            blocks, orders, sound = self._blocks(context), messages[:, shape.orders], ~problems.any(1)
-            words, counts, broken = kernel.unpack(orders, words, sound, blocks, chunk)  # 0 of one that is not sound
-            problems = torch.cat([problems, broken[:, None]], 1)
-        else:
-            counts = torch.where(problems.any(1, keepdim=True), 0, counts)
+            words, counts, broken = kernel.unpack(messages[:, shape.orders], words, sound, self._blocks(context), chunk)
+            problems, sound = torch.cat([problems, broken[:, None]], 1), sound & ~broken
         exponents = messages[:, shape.exponents].contiguous().view(torch.int8)[:, : len(layout)].int()
-        problems = torch.cat([problems, kernel.check(words, counts, exponents, layout, self._rule, chunk)], 1)
-        bad = problems.any()
+        found = kernel.add(words, counts, sound, exponents, layout, self._rule, chunk, out)
+        problems = torch.cat([problems, found], 1)
 
         def refuse() -> None:
             broken = ("does not hold what its directory says",) if self.wire == "compact" else ()
@@ -123,9 +122,8 @@ class VGC:
 
         if out.device.type == "cpu":
             refuse()
-        kernel.add(words, torch.where(bad, 0, counts), exponents, layout, self._rule, chunk, out)
         finite = (messages[:, 5] & 1).all()
-        return Arrival(finite, messages[:, shape.passed].amax(0), bad, refuse)
+        return Arrival(finite, messages[:, shape.passed].amax(0), problems.any(), refuse)
 
     def words(self, numel: int, room: int) -> int:
         """In the body, for one tensor; the compact format at its worst."""

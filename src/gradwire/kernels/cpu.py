@@ -21,7 +21,7 @@ from gradwire.wire import compact_cpu, header
 from gradwire.wire.compact import Blocks
 from gradwire.wire.header import Parts, Shape
 
-__all__ = ["add", "check", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
+__all__ = ["add", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
 
 Array = np.ndarray[Any, Any]
 SHIFT = 272  # elements
@@ -201,19 +201,18 @@ def _emit(
     segments.each(compiled_encode.emit, *where, *lists, *numbers, words, n_elements=found.n_found)
 
 
-def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
-    """As `reference.check`: one thread a rank."""
+def add(
+    words: Tensor, counts: Tensor, sound: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor
+) -> Tensor:
+    """As `reference.add`: one thread a rank looks for problems, then every thread has its own part of `out`."""
     found = np.zeros((len(words), len(PROBLEMS)), np.bool_)
-    inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy(), rule.tau is not None, chunk)
-    shared([(rank,) for rank in range(len(words))], compiled_decode.check, *inputs, found)
-    return torch.from_numpy(found)
-
-
-def add(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor) -> None:
-    """As `reference.add`: every thread has its own part of `out`."""
     inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy())
-    numbers = (np.float32(rule.tau or 0), np.float32(1 / len(words)), chunk)
-    shared(equal_parts(layout.numel, torch.get_num_threads()), compiled_decode.add, *inputs, *numbers, out.numpy())
+    ranks = np.flatnonzero(sound.numpy())
+    shared([(int(rank),) for rank in ranks], compiled_decode.check, *inputs, rule.tau is not None, chunk, found)
+    if len(ranks) == len(words) and not found.any():
+        numbers = (np.float32(rule.tau or 0), np.float32(1 / len(words)), chunk)
+        shared(equal_parts(layout.numel, torch.get_num_threads()), compiled_decode.add, *inputs, *numbers, out.numpy())
+    return torch.from_numpy(found)
 
 
 def _ends(layout: Layout) -> Array:

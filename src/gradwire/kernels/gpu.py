@@ -16,14 +16,14 @@ from gradwire.kernels import triton_encode as encoding
 from gradwire.kernels import triton_records as kinds
 from gradwire.kernels import triton_share as sharing
 from gradwire.kernels.gpu_compact import pack
-from gradwire.kernels.gpu_decode import UNFUSED, add, check, checksum
+from gradwire.kernels.gpu_decode import UNFUSED, add, checksum
 from gradwire.kernels.gpu_head import inspect, seal
 from gradwire.kernels.gpu_unpack import unpack
 from gradwire.kernels.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.kernels.tiles import Tiles, on_device, tiles_of
 from gradwire.layout import Layout
 
-__all__ = ["add", "check", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
+__all__ = ["add", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
 
 
 @dataclass(frozen=True)

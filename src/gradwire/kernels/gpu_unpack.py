@@ -11,6 +11,8 @@ from gradwire.wire.compact_blocks import Blocks
 
 PART = 1024  # blocks that one program of `directory` looks at
 CHUNKS = 32  # chunks at a time
+# 32 programs fit a multiprocessor instead of 28. H200, 8 messages of 2.7 million elements: 0.133 ms instead of 0.140.
+READING_REGISTERS = 64
 
 
 def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,7 +40,7 @@ def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk:
         numbers = (count, blocks.directory_words, blocks.words, n_chunks, chunk, room)
         reading.read_kernel[(count, n_ranks)](
             *message, *by_tensor, upto, totals, sound, words, splits, broken, *numbers,
-            hybrid=blocks.hybrid, single=n_chunks == 1, part=PART, num_warps=1,
+            hybrid=blocks.hybrid, single=n_chunks == 1, part=PART, num_warps=1, maxnreg=READING_REGISTERS,
         )  # fmt: skip
     reading.settle_kernel[(n_ranks,)](splits, sound, broken, counts, wrong, n_chunks, width=CHUNKS, num_warps=1)
     return words, counts, wrong

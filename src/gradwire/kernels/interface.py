@@ -1,4 +1,4 @@
-"""What every set of kernels has: seven functions of the same names, the records they pass, the constants of the method.
+"""What every set of kernels has: six functions of the same names, the records they pass, the constants of the method.
 
 r residual, v variance, g gradient, m second moment (sum of c_z^2); K tensors in a bucket of N elements, W ranks,
 C chunks of 2^28 places. A word is one sent element: bit 31 the sign, 30..28 d, 27..0 the place within its chunk.
@@ -67,13 +67,17 @@ class Kernels(Protocol):
         chunk: int,
     ) -> Selection: ...
 
-    def check(
-        self, words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int
-    ) -> Tensor: ...
-
     def add(
-        self, words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor
-    ) -> None: ...
+        self,
+        words: Tensor,
+        counts: Tensor,
+        sound: Tensor,
+        exponents: Tensor,
+        layout: Layout,
+        rule: Rule,
+        chunk: int,
+        out: Tensor,
+    ) -> Tensor: ...
 
     def pack(
         self, words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: int

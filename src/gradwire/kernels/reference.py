@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import MessageError
-from gradwire.kernels.interface import GOLDEN, NOTHING, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.layout import Layout, Slot
 from gradwire.wire import compact, header
 from gradwire.wire import words as wire_words
@@ -168,28 +168,35 @@ def settle(residual: Tensor, variance: Tensor, sent: Tensor, rule: Rule) -> tupl
     return torch.zeros_like(residual), torch.zeros_like(variance)
 
 
-def check(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int) -> Tensor:
-    """What is wrong with each rank's words [W, room], of which the first sum(counts [W, C]) count: bool [W, PROBLEMS].
+def add(
+    words: Tensor, counts: Tensor, sound: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor
+) -> Tensor:
+    """out = the mean over the ranks, in rank order: sum_w value_w / W, divided before the sum, as DDP does it.
 
-    Counts are sound. Places must lie in the bucket and ascend, and no value may be smaller than float32 can say.
+    Of each rank's words [W, room] the first sum(counts [W, C]) count. Returns what is wrong with those of the messages
+    that are `sound` [W]: bool [W, PROBLEMS]. If anything is, or one is not sound, `out` stays as it is.
     """
-    found = []
-    for word, count, exponent in zip(words, counts, exponents, strict=True):
-        index, code = wire_words.unpack(word[: int(count.sum())], count, chunk)
-        outside = (index >= layout.numel).any() | (index[1:] <= index[:-1]).any()
-        inside = index.clamp(max=max(0, layout.numel - 1))
-        small = exponent[layout.slot_of(inside)] - (code & WINDOW) < -126
-        found.append(torch.stack([outside, small.any() & (rule.tau is None)]))
-    return torch.stack(found)
+    found = torch.zeros(len(words), len(PROBLEMS), dtype=torch.bool, device=words.device)
+    added, share = torch.zeros_like(out), 1 / len(words)
+    for rank in sound.nonzero().flatten().tolist():
+        index, code = wire_words.unpack(words[rank, : int(counts[rank].sum())], counts[rank], chunk)
+        found[rank] = check(index, code, exponents[rank], layout, rule)
+        if not found.any():
+            added.index_add_(0, index, values(index, code, exponents[rank], layout, rule) * share)
+    if sound.all() and not found.any():
+        out.copy_(added)
+    return found
 
 
-def add(words: Tensor, counts: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor) -> None:
-    """out = the mean over the ranks, in rank order: sum_w value_w / W, divided before the sum, as DDP does it."""
-    out.zero_()
-    share = 1 / len(words)
-    for word, count, exponent in zip(words, counts, exponents, strict=True):
-        index, code = wire_words.unpack(word[: int(count.sum())], count, chunk)
-        out.index_add_(0, index, values(index, code, exponent, layout, rule) * share)
+def check(index: Tensor, code: Tensor, exponents: Tensor, layout: Layout, rule: Rule) -> Tensor:
+    """What is wrong with the elements of one message: bool [PROBLEMS].
+
+    Places must lie in the bucket and ascend, and no value may be smaller than float32 can say.
+    """
+    outside = (index >= layout.numel).any() | (index[1:] <= index[:-1]).any()
+    inside = index.clamp(max=max(0, layout.numel - 1))
+    small = exponents[layout.slot_of(inside)] - (code & WINDOW) < -126
+    return torch.stack([outside, small.any() & (rule.tau is None)])
 
 
 def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: compact.Blocks, chunk: int) -> tuple[Tensor, Tensor]:

@@ -120,13 +120,13 @@ def within_chunk(far, have, n_inside, chunk, splits):
 
 @triton.jit
 def read_row(
-    memory, first, payload, row, stop, window, low, k, plane, extra, total, highest, last, length, order,
-    origin, n_inside, chunk, splits, hybrid: tl.constexpr, single: tl.constexpr,
+    memory, first, payload, row, stop, window, low, k, plane, extra, total, last, order,
+    n_inside, chunk, splits, hybrid: tl.constexpr, single: tl.constexpr,
 ):  # fmt: skip
     """Four elements from each of `row` on: in memory, their words for the positions of their ones.
 
-    window: where it begins in the unary plane. total: the sum of all low + 1 before, - 1. highest: the largest place of
-    each lane. Returns extra, total and highest after the last element.
+    window: where it begins in the unary plane. total: the block's origin - 1 and all low + 1 before. Returns extra and
+    total after the last element.
     """
     ones = shared.get_four(memory, row - first)
     lows = read_low(payload, low + row * k, k, last)
@@ -137,14 +137,12 @@ def read_row(
     before, words = total + tl.cumsum(gap) - gap, ()
     for j in tl.static_range(ROW):
         before += lows[j] + 1
-        place = (tl.minimum(ones[j] + window - row - j, (length >> k) + 1) << k) + before
-        highest = tl.maximum(highest, tl.where(row + j < stop, place, 0))
-        far = origin + place
+        place = ((ones[j] + window - row - j) << k) + before
         if not single:
-            far = within_chunk(far, row + j < stop, n_inside, chunk, splits)
-        words += (far | (codes[j] << 28),)
+            place = within_chunk(place, row + j < stop, n_inside, chunk, splits)
+        words += (place | (codes[j] << 28),)
     shared.put_four(memory, row - first, words[0], words[1], words[2], words[3])
-    return extra, tl.minimum(total + tl.sum(gap), length), highest
+    return extra, total + tl.sum(gap)
 
 
 @triton.jit
@@ -185,7 +183,9 @@ def read_payload(
         if good:
             find_ones(memory, bits, n_ones)
             extra = window + shared.get(memory, count - 1 - done) + 1
-            several, window, stop, total, highest = done > 0, unary, 0, -1, tl.zeros((WARP,), tl.int32)
+            high = extra - unary - count  # of the last place; all low + 1 together are no more than the length
+            fits = high <= length >> k
+            several, window, stop, total = done > 0, unary, tl.where(fits, 0, count), origin - 1
             while stop < count:
                 first = stop
                 if several:  # otherwise the only one stands in memory
@@ -193,14 +193,14 @@ def read_payload(
                     find_ones(memory, bits, n_ones)
                 stop = tl.minimum(first + tl.sum(n_ones), count)
                 for batch in tl.range(first, stop, WARP * ROW):
-                    extra, total, highest = read_row(
+                    extra, total = read_row(
                         memory, first, payload, batch + tl.arange(0, WARP) * ROW, stop, window - unary, low, k, plane,
-                        extra, total, highest, last, length, order, origin, n_inside, chunk, splits, hybrid, single,
+                        extra, total, last, order, n_inside, chunk, splits, hybrid, single,
                     )  # fmt: skip
                     tl.debug_barrier()
                     ordinal = batch + tl.arange(0, WARP * ROW)
                     inside = (ordinal < stop) & (start + ordinal < room)
                     tl.store(words + start + ordinal, shared.get(memory, ordinal - first), mask=inside)
                 window += WINDOW
-            good = (tl.max(highest) < length) & ends_well(payload, n_bits, last, extra)
+            good = fits & ((high << k) + total < origin + length) & ends_well(payload, n_bits, last, extra)
     return good

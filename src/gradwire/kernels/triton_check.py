@@ -1,0 +1,223 @@
+"""Step 6 for CUDA, in front of `add`: one pass over the words of all messages. A Triton kernel.
+
+It finds places that are outside or out of order and exponents that float32 cannot say, and where the words of each
+tile begin. That is known only if nothing is wrong: if anything is, `add` does nothing.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator,assignment"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+PLACE = tl.constexpr((1 << 28) - 1)
+SAFE = tl.constexpr(-126 + 7)  # with an exponent from here on, 2^(e - d) is no denormal
+LOOKED_AT = tl.constexpr(128)  # exponents or tensors at a time
+FAR = tl.constexpr((1 << 63) - 1)  # behind all places
+
+
+class Geometry(NamedTuple):
+    """Of every tile: its first place, as base int64 [T] and low int32 [T], and that of its chunk int64 [T]; the first
+    tile of every tensor and of every chunk, int32; where the tensors end, int64 [K]."""
+
+    base: Any
+    low: Any
+    origin: Any
+    first_of_slot: Any
+    first_of_chunk: Any
+    ends: Any
+
+
+@triton.jit
+def slots_of(index, ends, n_slots, steps):
+    """Which tensor each flat index is in: how many tensors end at it or before, the last one for those behind it."""
+    low, high = tl.zeros_like(index).to(tl.int32), tl.zeros_like(index).to(tl.int32) + n_slots
+    for _ in tl.range(0, steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        after = open_ & (tl.load(ends + middle, mask=open_, other=0) <= index)
+        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
+    return tl.minimum(low, n_slots - 1)
+
+
+@triton.jit
+def lowest_of(exponents, n_slots):
+    lowest = tl.full((LOOKED_AT,), 127, tl.int32)
+    for start in tl.range(0, n_slots, LOOKED_AT):
+        slot = start + tl.arange(0, LOOKED_AT)
+        lowest = tl.minimum(lowest, tl.load(exponents + slot, mask=slot < n_slots, other=127))
+    return tl.min(lowest)
+
+
+@triton.jit
+def has_small(
+    message, start, counts, n_chunks, chunk, numel, exponents, ends, n_slots, steps, bad, width: tl.constexpr
+):
+    """Whether some of `width` words from `start` on stand for less than float32 can say."""
+    at, found, stop, origin = start + tl.arange(0, width), False, 0, tl.zeros((), tl.int64)
+    for number in tl.range(0, n_chunks):
+        begin = stop
+        stop += tl.load(counts + number)
+        first, last = tl.maximum(begin, start), tl.minimum(stop, start + width) - 1
+        if first <= last:
+            have = (at >= first) & (at <= last)
+            word = tl.load(message + at, mask=have, other=0)
+            edge = (tl.load(message + tl.where(tl.arange(0, 2) == 0, first, last)) & PLACE) + origin
+            slot = slots_of(tl.minimum(edge, numel - 1), ends, n_slots, steps)
+            # nearly always all in one tensor, and a search for every word would take long
+            if bad | (tl.min(slot) != tl.max(slot)):
+                index = tl.minimum((word & PLACE) + origin, numel - 1)
+                exponent = tl.load(exponents + slots_of(index, ends, n_slots, steps), mask=have, other=127)
+            else:
+                exponent = tl.load(exponents + tl.min(slot)) + tl.zeros((width,), tl.int32)
+            found |= tl.max((have & (exponent - ((word >> 28) & 7) < -126)).to(tl.int32)) != 0
+        origin += chunk
+    return found
+
+
+@triton.jit
+def look(
+    message, start, number, geometry, starts, n_ranks, chunk, numel, n_slots, size: tl.constexpr, width: tl.constexpr
+):
+    """Words as they nearly always come: `width` from `start` on and the one before, all of chunk `number`.
+
+    Are they right, in one tensor, and no two neighbours further apart than a tile? Then this writes where the tiles
+    begin that begin among them, without a search. Returns whether they are, and the tensor.
+    """
+    at = start + tl.arange(0, width)
+    last = tl.load(message + start + width - 1) & PLACE
+    edge = tl.load(message + start - 1) & PLACE
+    place, before = tl.load(message + at) & PLACE, tl.load(message + at - 1) & PLACE
+    index, slot = last + number * (tl.zeros((), tl.int64) + chunk), 0
+    inside = tl.minimum(index, numel - 1)
+    for some in tl.range(0, n_slots, LOOKED_AT):  # side by side: a binary search waits for every one of its loads
+        end = some + tl.arange(0, LOOKED_AT)
+        slot += tl.sum((tl.load(geometry.ends + end, mask=end < n_slots, other=FAR) <= inside).to(tl.int32))
+    first = tl.maximum(tl.load(geometry.first_of_slot + slot), tl.load(geometry.first_of_chunk + number))
+    base = (tl.load(geometry.base + first) - tl.load(geometry.origin + first)).to(tl.int32)
+    widest = tl.max((place - before - 1).to(tl.uint32, bitcast=True))  # of those out of order 2^31 and more
+    right = (widest < size) & (edge >= base + tl.load(geometry.low + first)) & (index < numel) & (last < chunk)
+    if right:
+        place, before = place - base, before - base
+        tile = first + (place.to(tl.uint32, bitcast=True) // size).to(tl.int32)
+        tl.store(starts + tile * n_ranks, at, mask=(place ^ before) >= size)
+    return right, slot
+
+
+@triton.jit
+def wrong_places(message, start, counts, n_chunks, chunk, numel, total, width: tl.constexpr):
+    """Whether some of `width` words from `start` on are outside or out of order. Places are compared within their
+    chunk, in 32 bits."""
+    at = start + tl.arange(0, width)
+    place = tl.load(message + at, mask=at < total, other=0) & PLACE
+    before = tl.load(message + at - 1, mask=(at > 0) & (at < total), other=0) & PLACE
+    falls, outside, stop, origin = at < 0, False, 0, tl.zeros((), tl.int64)
+    for number in tl.range(0, n_chunks):
+        begin = stop
+        stop += tl.load(counts + number)
+        falls |= (at > begin) & (at < stop) & (place <= before)
+        last = tl.minimum(stop, start + width) - 1
+        if last >= tl.maximum(begin, start):
+            outside |= (tl.load(message + last) & PLACE) >= tl.minimum(numel - origin, chunk)
+        origin += chunk
+    return outside | (tl.max(falls.to(tl.int32)) != 0)
+
+
+@triton.jit
+def tiles_around(
+    message, start, stop, counts, geometry, n_tiles, n_chunks, chunk, numel, n_slots, steps, size: tl.constexpr
+):
+    """The tiles of the last word before `start` and of the last one before `stop`: no tile, -1, for none."""
+    side = tl.arange(0, 2)
+    at, number, upto = tl.where(side == 0, start, stop) - 1, side * 0, 0
+    for following in tl.range(1, n_chunks):
+        upto += tl.load(counts + following - 1)
+        number = tl.where(at >= upto, following, number)
+    index = (tl.load(message + at, mask=at >= 0, other=0) & PLACE) + number.to(tl.int64) * chunk
+    index = tl.minimum(index, numel - 1)
+    slot = slots_of(index, geometry.ends, n_slots, steps)
+    first = tl.maximum(tl.load(geometry.first_of_slot + slot), tl.load(geometry.first_of_chunk + number))
+    tile = first + ((index - tl.load(geometry.base + first)) // size).to(tl.int32)
+    tile = tl.where(at >= 0, tl.minimum(tile, n_tiles - 1), -1)  # any words may come
+    return tl.sum(tl.where(side == 0, tile, 0)), tl.sum(tl.where(side == 1, tile, 0))
+
+
+@triton.jit
+def write_starts(
+    message, start, stop, counts, geometry, first, last, starts, n_ranks, n_tiles, n_chunks, chunk,
+    width: tl.constexpr, searched: tl.constexpr,
+):  # fmt: skip
+    """Of the tiles first .. last, which begin among at most `width` words start .. stop - 1: binary searches side by
+    side. A tile n_tiles stands for the end of all."""
+    for some in tl.range(first, last + 1, searched):
+        tile = some + tl.arange(0, searched)
+        ours = tile < n_tiles
+        origin = tl.load(geometry.origin + tile, mask=ours, other=0)
+        place = tl.load(geometry.base + tile, mask=ours, other=0) - origin
+        place, its_chunk = (place + tl.load(geometry.low + tile, mask=ours, other=0)).to(tl.int32), origin // chunk
+        begin, end, upto = tile * 0 + stop, tile * 0 + stop, 0
+        for number in tl.range(0, n_chunks):
+            begin = tl.where(ours & (its_chunk == number), upto, begin)
+            upto += tl.load(counts + number)
+            end = tl.where(ours & (its_chunk == number), upto, end)
+        begin, end = tl.minimum(tl.maximum(begin, start), stop), tl.minimum(tl.maximum(end, start), stop)
+        left = width
+        while left > 0:
+            middle, is_open = begin + (end - begin) // 2, begin < end
+            after = is_open & ((tl.load(message + middle, mask=is_open, other=0) & PLACE) < place)
+            begin, end = tl.where(after, middle + 1, begin), tl.where(after, end, middle)
+            left //= 2
+        tl.store(starts + tile * n_ranks, begin, mask=tile <= last)
+
+
+@triton.jit(do_not_specialize=["n_ranks", "n_tiles", "n_chunks", "chunk", "n_slots", "steps"])
+def check_kernel(
+    words, stride: tl.int64, counts, exponents, sound, geometry, found, bad, starts, n_ranks, n_tiles, n_chunks, chunk,
+    numel: tl.int64, n_slots, steps, hybrid: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+    searched: tl.constexpr,
+):  # fmt: skip
+    """Program (part of a message, rank). starts int32 [tiles + 1, W]; bad: whether anything is found in any message,
+    or one is not sound."""
+    rank, start = tl.program_id(1), tl.program_id(0) * width
+    message, its_counts, its_exponents = words + rank * stride, counts + rank * n_chunks, exponents + rank * n_slots
+    is_sound, total, whole = tl.load(sound + rank) != 0, 0, -1  # the chunk with all of this part and the word before
+    for number in tl.range(0, n_chunks):
+        begin = total
+        total += tl.load(its_counts + number)
+        whole = tl.where((begin < start) & (start + width <= total), number, whole)
+    total = tl.where(is_sound, total, 0)
+    tl.store(bad, 1, mask=is_sound == 0)
+    stop = tl.minimum(start + width, total)
+    right, slot, wrong, lowest = False, 0, False, 127
+    if (start + width < total) & (whole >= 0):  # behind the last words there may be tiles without any
+        right, slot = look(message, start, whole, geometry, starts + rank, n_ranks, chunk, numel, n_slots, size, width)
+    if right:
+        lowest = tl.load(its_exponents + slot)
+    elif (start < total) | (start == 0):
+        if start < total:
+            wrong = wrong_places(message, start, its_counts, n_chunks, chunk, numel, total, width)
+            lowest = lowest_of(its_exponents, n_slots)
+        before, last = tiles_around(
+            message, start, stop, its_counts, geometry, n_tiles, n_chunks, chunk, numel, n_slots, steps, size
+        )
+        last = tl.where(stop == total, n_tiles, last)
+        write_starts(
+            message, start, stop, its_counts, geometry, before + 1, last, starts + rank, n_ranks, n_tiles, n_chunks,
+            chunk, width, searched,
+        )  # fmt: skip
+    if wrong:
+        tl.store(found + rank * 2, 1)
+        tl.store(bad, 1)
+    if hybrid:
+        lowest = 127
+    if lowest < SAFE:
+        small = has_small(
+            message, start, its_counts, n_chunks, chunk, numel, its_exponents, geometry.ends, n_slots, steps, wrong,
+            width,
+        )  # fmt: skip
+        tl.store(found + rank * 2 + 1, 1, mask=small)
+        tl.store(bad, 1, mask=small)
