@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.compressors.base import SAME
 from gradwire.errors import CheckpointError, DisagreementError
 from gradwire.exchange import agree
 from gradwire.layout import in_shape
@@ -49,14 +50,16 @@ def state_dict(link: Link) -> dict[str, Any]:
 def _parameters(link: Link) -> dict[str, dict[str, Tensor]]:
     """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
     held, fields = dict(link.store.items()), link.store.powers
-    return {
-        name: {
-            field: _at_rest(held[name][field], parameter) if field in held.get(name, {}) else _nothing(parameter)
-            for field in fields
-        }
-        for name, parameter in link.parameters.items()
-        if fields
-    }
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in link.parameters.items() if fields else ():
+        own = found[name] = {}
+        for field, power in fields.items():
+            value = held.get(name, {}).get(field)
+            if power != SAME:
+                own[field] = _nothing(parameter) if value is None else _at_rest(value, parameter)
+            elif value is not None:
+                own[field] = value.clone()
+    return found
 
 
 def _nothing(parameter: Tensor) -> Tensor:
@@ -134,7 +137,7 @@ def check(state: Any) -> None:
     for name, count in state["passed"].items():
         if not isinstance(name, str) or not isinstance(count, int) or count < 0:
             raise CheckpointError(f"damaged gradwire state: passed[{name!r}] is {count!r}")
-    if not all(power in (0, 1, 2) for power in state["powers"].values()):
+    if not all(power in (SAME, 0, 1, 2) for power in state["powers"].values()):
         raise CheckpointError(f"damaged gradwire state: powers are {state['powers']}")
     for name, fields in state["parameters"].items():
         if not isinstance(name, str) or not isinstance(fields, Mapping):
@@ -161,11 +164,14 @@ def match(link: Link, state: Mapping[str, Any], strict: bool) -> dict[str, dict[
         warnings.warn(f"gradwire: {text}", stacklevel=4)
     for name in saved.keys() & ours.keys():
         for field, value in saved[name].items():
-            if value.shape != ours[name].shape:
+            if state["powers"][field] != SAME and value.shape != ours[name].shape:
                 came, expected = tuple(value.shape), tuple(ours[name].shape)
                 raise CheckpointError(f"{field} of {name} has shape {came} in the checkpoint, expected {expected}")
     return {
-        name: {field: _in_flight(value, ours[name]) for field, value in saved[name].items()}
+        name: {
+            field: value.to(ours[name].device) if state["powers"][field] == SAME else _in_flight(value, ours[name])
+            for field, value in saved[name].items()
+        }
         for name in ours
         if name in saved
     }
@@ -196,6 +202,9 @@ def joined(like: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], rank: in
     for name, fields in like["parameters"].items():
         parameters[name] = {}
         for field, value in fields.items():
+            if like["powers"][field] == SAME:
+                parameters[name][field] = value
+                continue
             total = torch.zeros_like(value)
             for part in parts:
                 total += part["parameters"][name][field]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Arrival, Context, Gather, State, tensors
+from gradwire.compressors.base import Arrival, Context, Gather, Outcome, Rounds, State, Stateful, tensors
+from gradwire.compressors.held import everything
 from gradwire.exchange import Courier, Flight
 from gradwire.layout import Layout
 from gradwire.stats import Meter
@@ -75,15 +77,20 @@ class Delivery:
         self._warned = False
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+    def submit(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
         """Queues a parcel; its future is resolved after the step's last one."""
         self._courier.submit(lambda: self._work(compressor, step, parcel))
 
-    def _work(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> None:
+    def _work(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
         """Encodes and sends; what follows is work behind the buckets that are ready by now."""
         step.parcels.append(parcel)
 
         def send() -> None:
+            if isinstance(compressor, Rounds):
+                # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
+                self._converse(compressor, step, parcel)
+                self._arrived(step, parcel)
+                return
             sent = self._send(compressor, step, parcel)
             self._courier.submit(lambda: self._do(step, parcel, lambda: self._arrive(step, sent)))
 
@@ -100,13 +107,22 @@ class Delivery:
 
     def _arrive(self, step: Step, sent: Sent) -> None:
         self._receive(step, sent)
-        step.tensors_left -= len(sent.context.layout)
+        self._arrived(step, sent.parcel)
+
+    def _arrived(self, step: Step, parcel: Parcel) -> None:
+        step.tensors_left -= len(parcel.bucket.layout)
         if step.tensors_left == 0:
             self._finish(step)
 
+    def _context(self, compressor: Stateful, step: Step, parcel: Parcel) -> Context:
+        layout = parcel.bucket.layout
+        room = isinstance(compressor, Gather) and compressor.needs_room
+        capacity = self._capacity.of(layout, step.plan) if room else ()
+        courier, dense = self._courier, step.plan.dense
+        return Context(layout, step.number, capacity, parcel.active, courier.world_size, dense, courier.rank)
+
     def _send(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> Sent:
-        layout, state = parcel.bucket.layout, parcel.bucket.state
-        context = Context(layout, step.number, self._capacity.of(layout, step.plan), parcel.active)
+        layout, state, context = parcel.bucket.layout, parcel.bucket.state, self._context(compressor, step, parcel)
         with self._meter.phase("encode"):
             message = compressor.encode(*_unscaled(parcel), state, context)
             step.undo.append(message.undo)
@@ -136,6 +152,35 @@ class Delivery:
         step.arrivals.append((context.layout, arrival))
         self._count(parcel, sent.data, whole is not None)
 
+    def _converse(self, compressor: Rounds[Any], step: Step, parcel: Parcel) -> None:
+        """All sums of one bucket; in a dense step one, of everything."""
+        state, context = parcel.bucket.state, self._context(compressor, step, parcel)
+        grad, n_bytes = _unscaled(parcel)[0], 0
+        rounds = functools.partial(everything, compressor) if context.dense else compressor.rounds
+        talk = rounds(grad, state, context)
+        asked: Tensor | None = None
+        while True:
+            try:
+                with self._meter.phase("encode"):
+                    tensor = next(talk) if asked is None else talk.send(asked)
+            except StopIteration as end:
+                outcome: Outcome = end.value
+                break
+            n_bytes += tensor.numel() * tensor.element_size()
+            with self._meter.phase("exchange"):
+                asked = self._courier.sum(tensor).wait()
+        step.undo.append(outcome.undo)
+        if context.dense:
+            step.clear.append(lambda: compressor.clear(state, context))
+            if parcel.scale is not None:
+                step.undo.append(_snapshot(state))
+        with self._meter.phase("decode"):
+            mean = outcome.mean
+            parcel.buffer.copy_(mean if parcel.scale is None else mean.mul_(parcel.scale))
+        self._meter.elements(context.layout, outcome.sent, None, outcome.sent_norm)
+        self._meter.count(n_bytes, n_bytes, parcel.buffer.numel() * parcel.buffer.element_size())
+        step.arrivals.append((context.layout, Arrival(outcome.finite, None, torch.zeros_like(outcome.finite), _fine)))
+
     def _count(self, parcel: Parcel, data: Tensor, whole: bool) -> None:
         n_message = data.numel() * WORD_BYTES
         n_whole = parcel.bucket.layout.numel * WORD_BYTES if whole else 0
@@ -153,7 +198,8 @@ class Delivery:
                 step.undo.clear()
             for layout, passed in counts:
                 self._capacity.note(layout, passed)
-            self._capacity.end_step(step.plan)
+            if counts:
+                self._capacity.end_step(step.plan)
         else:
             step.take_back()
             for parcel in step.parcels:
@@ -198,28 +244,33 @@ class Delivery:
 
 def _read(step: Step) -> tuple[bool, list[tuple[Layout, list[int]]]]:
     """(all finite, counts by bucket) of a step; the only place where the host waits for a GPU, once a step."""
-    arrivals = [arrival for _, arrival in step.arrivals]
-    heads = [torch.stack([arrival.finite, arrival.bad]).int() for arrival in arrivals]
-    numbers = torch.cat(
-        [part for pair in zip(heads, arrivals, strict=True) for part in (pair[0], pair[1].passed)]
-    ).tolist()
-    finite, counts, at = True, [], 0
+    parts: list[Tensor] = []
+    for _, arrival in step.arrivals:
+        parts.append(torch.stack([arrival.finite, arrival.bad]).int())
+        if arrival.passed is not None:
+            parts.append(arrival.passed)
+    numbers = iter(torch.cat(parts).tolist())
+    finite, counts = True, []
     for layout, arrival in step.arrivals:
-        if numbers[at + 1]:
+        finite &= bool(next(numbers))
+        if next(numbers):
             arrival.refuse()
-        finite &= bool(numbers[at])
-        counts.append((layout, numbers[at + 2 : at + 2 + len(layout)]))
-        at += 2 + len(layout)
+        if arrival.passed is not None:
+            counts.append((layout, [next(numbers) for _ in layout]))
     return finite, counts
+
+
+def _fine() -> None:
+    """Of sums, which torch checks."""
 
 
 def _snapshot(state: State) -> Callable[[], None]:
     """Puts a whole state back as it is now."""
-    now = {name: tensor.clone() for name, tensor in tensors(state).items()}
+    now = [tensor.clone() for tensor in tensors(state)]
 
     def put_back() -> None:
-        for name, tensor in tensors(state).items():
-            tensor.copy_(now[name])
+        for tensor, before in zip(tensors(state), now, strict=True):
+            tensor.copy_(before)
 
     return put_back
 

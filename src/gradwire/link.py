@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Compressor, Gather, Sum
+from gradwire.compressors.base import Compressor, Gather, Rounds, Sum
 from gradwire.compressors.dense import Dense
 from gradwire.delivery import Delivery, Parcel, Step
 from gradwire.errors import GradwireError
@@ -27,6 +27,7 @@ from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
 from gradwire.stats import Meter
 from gradwire.store import Store
+from gradwire.unused import Unused
 from gradwire.wire.header import VERSION
 
 SECOND_BACKWARD = (
@@ -61,6 +62,7 @@ class Link:
         self._compressor: Compressor = Dense()  # a link that nobody could set up is plain DDP
         self._next: Compressor | None = None  # takes over after one dense step, which takes what is held back along
         self.recorder: Recorder | None = None
+        self.unused = Unused(getattr(root, "find_unused_parameters", False))
         self.store = Store(self._bind)
         self.meter = Meter(self.n_parameters, self.device)
         n_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
@@ -84,16 +86,16 @@ class Link:
 
     def use(self, compressor: Compressor) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
-        if isinstance(compressor, type) or not isinstance(compressor, Gather | Sum):
+        if isinstance(compressor, type) or not isinstance(compressor, Gather | Rounds | Sum):
             raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {compressor!r}")
         agree(self.group, self._facts(compressor), self.device)
         recorder, delivery = self.recorder, self._delivery
         if compressor.needs_moments and recorder is None:
             recorder = self._record()
-        if isinstance(compressor, Gather) and delivery is None:
+        if not isinstance(compressor, Sum) and delivery is None:
             delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
         self.recorder, self._delivery = recorder, delivery  # nothing can fail from here on
-        if isinstance(compressor, Sum) and isinstance(self._compressor, Gather) and self.store.residuals():
+        if not _holds_back(compressor) and _holds_back(self._compressor) and self.store.residuals():
             self._next = compressor
         else:
             self._install(compressor)
@@ -110,9 +112,11 @@ class Link:
         if not compressor.needs_moments and self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
-        if isinstance(compressor, Sum):
+        if not _holds_back(compressor):
             self.store.prune()
+        if not _needs_room(compressor):
             self.capacity.passed.clear()
+        self.unused.watch(self.parameters if _holds_back(compressor) and self.recorder is None else {})
         self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
 
     def close(self) -> None:
@@ -167,10 +171,11 @@ class Link:
         return parcel.future.then(lambda future: future.wait())
 
     def _begin_step(self) -> None:
-        plan = Plan(dense=True)
-        if isinstance(self._compressor, Gather):
+        plan = Plan(dense=isinstance(self._compressor, Sum) or self._next is not None)
+        if not isinstance(self._compressor, Sum):
             self._check_begin()
-            plan = plan if self._next is not None else self.capacity.plan(self._compressor.words)
+            if isinstance(self._compressor, Gather) and self._compressor.needs_room and self._next is None:
+                plan = self.capacity.plan(self._compressor.words)
         self._step = Step(self.steps, plan, tensors_left=len(self.parameters))
 
     def _check_begin(self) -> None:
@@ -231,11 +236,10 @@ class Link:
     def _consume(self, layout: Layout, buffer: Tensor) -> Tensor | None:
         """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
         recorder = self.recorder
-        if recorder is None:
-            return None
-        active = [recorder.seen(name) for name in layout.names]
-        for slot in layout:
-            recorder.consume(slot.name, slot.of(buffer))
+        active = [recorder.seen(name) for name in layout.names] if recorder else self.unused.seen(layout.names)
+        if recorder is not None:
+            for slot in layout:
+                recorder.consume(slot.name, slot.of(buffer))
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
     def _bind(self, name: str, destination: Tensor) -> None:
@@ -264,6 +268,14 @@ class Link:
             return reduced if reduced is buffer else buffer.copy_(reduced)
 
         return work.get_future().then(arrived)  # type: ignore[no-any-return]
+
+
+def _holds_back(compressor: Compressor) -> bool:
+    return not isinstance(compressor, Sum) and compressor.holds_back
+
+
+def _needs_room(compressor: Compressor) -> bool:
+    return isinstance(compressor, Gather) and compressor.needs_room
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

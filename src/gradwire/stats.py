@@ -86,8 +86,12 @@ class Meter:
             self.bytes_received += n_received
             self.dense_bytes += n_dense
 
-    def elements(self, layout: Layout, sent: Tensor, passed: Tensor, norm: Tensor) -> None:
-        """Elements of one bucket that were sent and that passed, [K] each, and |sent|_1."""
+    def elements(self, layout: Layout, sent: Tensor | None, passed: Tensor | None, norm: Tensor) -> None:
+        """Elements of one bucket that were sent (None: all) and that passed (None: as many), [K] each, and |sent|_1."""
+        if sent is None:
+            self.everything(layout, norm)
+            return
+        passed = sent if passed is None else passed
         with self._lock:
             self._pending.append((layout, sent, passed))
             self._norms.append(norm)

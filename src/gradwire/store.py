@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Gather, State, powers, tensors
+from gradwire.compressors.base import State, Stateful, of_slot, powers
 from gradwire.layout import Layout
 
 
@@ -30,22 +30,23 @@ class Store:
         self._fields: dict[str, dict[str, Tensor]] = {}  # by parameter, by state field: views of the flat tensors
         self.powers: dict[str, int] = {}  # by state field: how it goes over to another number of workers
 
-    def bucket(self, layout: Layout, compressor: Gather[State], device: torch.device) -> Bucket:
+    def bucket(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
         """The flat tensors for this layout; what is known of its parameters is carried over."""
         if layout not in self._buckets:
             self._buckets[layout] = self._lay(layout, compressor, device)
         return self._buckets[layout]
 
-    def _lay(self, layout: Layout, compressor: Gather[State], device: torch.device) -> Bucket:
+    def _lay(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         bucket = Bucket(layout, compressor.init(layout, device), flat)
         self.powers = powers(bucket.state)
         names = set(layout.names)
         for slot in layout:
             self._bind(slot.name, slot.of(bucket.moment))
-            views = {field: slot.of(flat) for field, flat in tensors(bucket.state).items()}
+            views = of_slot(bucket.state, slot)
             for field, old in self._fields.get(slot.name, {}).items():
-                if field in views:  # a field of another compressor that means nothing here is dropped
+                # a field of another compressor, or of another size, means nothing here and is dropped
+                if field in views and old.shape == views[field].shape:
                     views[field].copy_(old)
             self._fields[slot.name] = views
         self._buckets = {old: kept for old, kept in self._buckets.items() if names.isdisjoint(old.names)}

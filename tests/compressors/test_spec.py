@@ -23,7 +23,7 @@ def test_a_spec_names_a_compressor(spec, compressor):
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("vgcc:alpha=1", "known: dense, bf16, vgc"),
+        ("vgcc:alpha=1", "known: dense, bf16, fp16, vgc"),
         ("", "known: dense"),
         ("vgc:beta=1", "known: alpha, zeta, tau, floor, feedback, rounding"),
         ("vgc:alpha", "option=value"),

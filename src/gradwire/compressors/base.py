@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from gradwire.layout import Layout
+from gradwire.layout import Layout, Slot
 
 
 @dataclass(frozen=True)
 class Context:
-    """What encode and decode must know beside the tensors; the same on every rank but for `active`."""
+    """What encode and decode must know beside the tensors; the same on every rank but for `active` and `rank`."""
 
     layout: Layout
     step: int
-    capacity: tuple[int, ...]  # elements that fit into a message, by tensor
+    capacity: tuple[int, ...] = ()  # elements that fit into a message, by tensor; for methods that need room
     active: Tensor | None = None  # bool [K]: tensors with a gradient in this step; None: all
+    world_size: int = 1
+    dense: bool = False  # everything is sent beside the message, which then carries nothing
+    rank: int = 0  # of the one that encodes: what it rounds by chance is independent of what the others do
+
+    def only(self, flat: Tensor) -> Tensor:
+        """[N] with zeros in the tensors that have no gradient in this step."""
+        return flat if self.active is None else torch.where(self.layout.spread(self.active), flat, 0.0)
 
 
 @dataclass
@@ -27,9 +34,9 @@ class Message:
     """One rank's bytes for one bucket, with what it takes to undo the send."""
 
     data: Tensor  # int32, of a length that all ranks know
-    undo: Callable[[], None]  # puts r and v of the sent elements back as they were before the send
-    sent: Tensor  # integers [K], elements sent of each tensor
-    passed: Tensor  # int32 [K], elements of each tensor that asked for room
+    undo: Callable[[], None]  # puts the state of what was sent back as it was before the send
+    sent: Tensor | None  # integers [K], elements sent of each tensor; None: all of them
+    passed: Tensor | None  # int32 [K], elements of each tensor that asked for room
     sent_norm: Tensor  # float32 [], |sent|_1
 
 
@@ -38,16 +45,31 @@ class Arrival:
     """What the messages of all ranks said beside the gradient: on the device, so that nobody waits for it yet."""
 
     finite: Tensor  # bool []
-    passed: Tensor  # int32 [K]: the largest count over the ranks, -1 where no rank had a gradient
+    passed: Tensor | None  # int32 [K]: the largest count over the ranks, -1 where no rank had a gradient
     bad: Tensor  # bool []: a message is not what it should be; then nothing was decoded
     refuse: Callable[[], None]  # raises what is wrong with it, in words
 
 
+@dataclass
+class Outcome:
+    """What the sums of one bucket came to."""
+
+    mean: Tensor  # float32 [N]
+    finite: Tensor  # bool []
+    undo: Callable[[], None]  # as a message's
+    sent: Tensor | None  # integers [K]; None: all elements
+    sent_norm: Tensor  # float32 [], |sent|_1
+
+
+SAME = -1  # the power of a field that is the same on every rank
+
+
 class State(Protocol):
-    """A dataclass of flat tensors, one element a parameter element.
+    """A dataclass of flat tensors, one element a parameter element. What is held back is the field `residual`.
 
     Each field's metadata declares its `power`: on k = W'/W times as many workers it becomes k^power times the sum
-    over the old workers that come together.
+    over the old workers that come together. A field of power SAME is a dict of tensors of any shape by parameter name,
+    equal on every rank: it goes over as it is.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -58,9 +80,22 @@ def powers(state: State) -> dict[str, int]:
     return {f.name: f.metadata["power"] for f in fields(state)}
 
 
-def tensors(state: State) -> dict[str, Tensor]:
-    """The fields of a state by name."""
-    return {f.name: getattr(state, f.name) for f in fields(state)}
+def of_slot(state: State, slot: Slot) -> dict[str, Tensor]:
+    """One parameter's part of every field: views."""
+    parts: dict[str, Tensor] = {}
+    for name in powers(state):
+        value = getattr(state, name)
+        if not isinstance(value, dict):
+            parts[name] = slot.of(value)
+        elif slot.name in value:
+            parts[name] = value[slot.name]
+    return parts
+
+
+def tensors(state: State) -> list[Tensor]:
+    """All tensors of a state, always in the same order."""
+    values = [getattr(state, f.name) for f in fields(state)]
+    return [tensor for value in values for tensor in (value.values() if isinstance(value, dict) else [value])]
 
 
 S = TypeVar("S", bound=State)
@@ -71,6 +106,12 @@ class Gather(Protocol[S]):
     """A method whose messages are gathered: every rank decodes all of them in rank order."""
 
     needs_moments: ClassVar[bool]
+    needs_room: ClassVar[bool]  # its messages are as long as the counts of the step before ask for
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether its state has a residual."""
+        ...
 
     def init(self, layout: Layout, device: torch.device) -> S: ...
 
@@ -92,12 +133,39 @@ class Gather(Protocol[S]):
 
 
 @runtime_checkable
+class Rounds(Protocol[S]):
+    """A method of one or more sums a bucket, one after another, each made of what the one before came to."""
+
+    needs_moments: ClassVar[bool]
+
+    @property
+    def holds_back(self) -> bool:
+        """As Gather's."""
+        ...
+
+    def init(self, layout: Layout, device: torch.device) -> S: ...
+
+    def rounds(self, grad: Tensor, state: S, context: Context) -> Generator[Tensor, Tensor, Outcome]:
+        """Yields a tensor, is sent its sum over the ranks, and so on. A value that is not finite goes into the sums."""
+        ...
+
+    def waiting(self, state: S, context: Context) -> Tensor:
+        """As Gather's."""
+        ...
+
+    def clear(self, state: S, context: Context) -> None:
+        """As Gather's."""
+        ...
+
+
+@runtime_checkable
 class Sum(Protocol):
-    """A method whose tensors are summed by an all-reduce: no message, no state."""
+    """A method whose tensors are summed by one all-reduce of DDP's own kind: no message, no state."""
 
     needs_moments: ClassVar[bool]
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype: ...
 
 
-Compressor = Gather[Any] | Sum
+Stateful = Gather[Any] | Rounds[Any]  # what the courier carries
+Compressor = Stateful | Sum

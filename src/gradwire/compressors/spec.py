@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.bf16 import BF16
 from gradwire.compressors.dense import Dense
+from gradwire.compressors.fp16 import FP16
 from gradwire.compressors.vgc import VGC
 
-METHODS: dict[str, type[Any]] = {"dense": Dense, "bf16": BF16, "vgc": VGC}
+METHODS: dict[str, type[Any]] = {
+    "dense": Dense,
+    "bf16": BF16,
+    "fp16": FP16,
+    "vgc": VGC,
+}
 
 BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
@@ -34,13 +41,21 @@ def from_spec(spec: str) -> Compressor:
     return method(**options)  # type: ignore[no-any-return]
 
 
+def to_spec(compressor: Any) -> str:
+    """What `from_spec` makes it of: its name, and the options that are not the default."""
+    name = next(name for name, method in METHODS.items() if type(compressor) is method)
+    values = {field: getattr(compressor, field.name) for field in fields(compressor)}
+    given = [f"{field.name}={value}".lower() for field, value in values.items() if value != field.default]
+    return f"{name}:{','.join(given)}" if given else name
+
+
 def _parse(where: str, text: str, kind: Any) -> Any:
-    """`text` as the type of the dataclass field."""
-    if kind == float | None and text.lower() == "none":
+    """`text` as the type of the dataclass field, which may also be None."""
+    kinds = [one for one in get_args(kind) or (kind,) if one is not NoneType]
+    if kinds != [kind] and text.lower() == "none":
         return None
+    (kind,) = kinds
     try:
-        if kind is bool:
-            return BOOLEANS[text.lower()]
-        return text if kind is str else float(text)
+        return BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise ValueError(f"{where} cannot be {text!r}: expected {getattr(kind, '__name__', kind)}") from None
+        raise ValueError(f"{where} cannot be {text!r}: expected {kind.__name__}") from None

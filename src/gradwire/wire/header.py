@@ -12,6 +12,8 @@ A message is a vector of int32, little-endian on the wire, of a length that all 
            K exponents as bytes, padded to a whole word
            format 2 only: K orders of codes
            the body: format 1 the words of the chunks one after another, format 2 blocks; zeros up to its end
+
+Format 3, for messages of a fixed length, has the ten words and the body alone.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from gradwire.layout import Layout
 
 MAGIC = int.from_bytes(b"GRWR", "little")
 VERSION = 1
-WORDS, COMPACT = 1, 2  # the formats of the body
+WORDS, COMPACT, BARE = 1, 2, 3  # the formats of the body
 FIXED = 10
 CHECKSUM = slice(8, 10)
 
@@ -47,17 +49,22 @@ class Shape:
     def chunks(self) -> int:
         return max(1, -(-self.layout.numel // self.chunk))
 
+    @property
+    def _tensors(self) -> int:
+        """That the head tells of one by one."""
+        return 0 if self.format == BARE else len(self.layout)
+
     @cached_property
     def counts(self) -> slice:
-        return slice(FIXED, FIXED + self.chunks)
+        return slice(FIXED, FIXED + (self.chunks if self.format != BARE else 0))
 
     @cached_property
     def passed(self) -> slice:
-        return slice(self.counts.stop, self.counts.stop + len(self.layout))
+        return slice(self.counts.stop, self.counts.stop + self._tensors)
 
     @cached_property
     def exponents(self) -> slice:
-        return slice(self.passed.stop, self.passed.stop + -(-len(self.layout) // 4))
+        return slice(self.passed.stop, self.passed.stop + -(-self._tensors // 4))
 
     @cached_property
     def orders(self) -> slice:
@@ -95,13 +102,19 @@ class Parts(NamedTuple):
     orders: Tensor | None  # int32 [K], format 2 only
     body: Tensor  # int32 [shape.room]
 
+    @classmethod
+    def bare(cls, finite: Tensor, body: Tensor) -> Parts:
+        """Of format 3."""
+        nothing = body.new_empty(0)
+        return cls(finite, nothing, nothing, nothing, None, body)
+
 
 def write(shape: Shape, step: int, parts: Parts, checksum: Checksum) -> Tensor:
     """One whole message, int32 [shape.words]."""
     finite, counts, passed, exponents, orders, body = parts
     fixed = torch.tensor([*shape.fixed(step), 0, 0], dtype=torch.int32)
     small = torch.zeros((shape.exponents.stop - shape.exponents.start) * 4, dtype=torch.int8, device=body.device)
-    small[: len(shape.layout)] = exponents.to(torch.int8)
+    small[: len(exponents)] = exponents.to(torch.int8)
     head = [fixed.to(body.device, non_blocking=True), counts, passed, small.view(torch.int32)]
     message = torch.cat([*head, *([] if orders is None else [orders]), body])
     message[5] = finite

@@ -1,0 +1,103 @@
+"""Methods whose messages are gathered and always of the same length: their head, bad values and the mean, in one place.
+
+A method writes a body of 32-bit words and adds what another rank's body says to the mean. Here: a gradient that is not
+finite, the head and its check, the order of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.compressors.base import Arrival, Context, Message
+from gradwire.layout import Layout
+from gradwire.wire import header
+
+BROKEN = "does not hold what its method sends"
+
+
+@dataclass
+class Body:
+    """What one rank sends of one bucket."""
+
+    words: Tensor  # int32 [body_words(layout)]
+    sent_norm: Tensor  # float32 [], |sent|_1
+    undo: Callable[[], None] = lambda: None  # the state as it was before the send, with this step's gradient in it
+    sent: Tensor | None = None  # integers [K], elements sent of each tensor; None: all of them
+
+
+class Fixed:
+    """A Gather method by three functions: body_words, write and add. With Held or Free for the state."""
+
+    needs_room: ClassVar[bool] = False
+
+    def body_words(self, layout: Layout) -> int:
+        """Length of a body."""
+        raise NotImplementedError
+
+    def write(self, grad: Tensor, state: Any, context: Context) -> Body:
+        """grad float32 [N], finite, zeros in tensors without a gradient; `context.only` keeps these out of the send."""
+        raise NotImplementedError
+
+    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor | None:
+        """out += weight * what a rank's body [words] says.
+
+        The body may hold anything: nothing outside of `out` is touched. Returns bool [] whether it cannot be right,
+        None where every body is.
+        """
+        raise NotImplementedError
+
+    def accumulate(self, grad: Tensor, state: Any, context: Context) -> Callable[[], None]:
+        """In a step in which everything is sent: the gradient goes to what is held back. Returns nothing to undo."""
+        state.residual += grad
+        return lambda: None
+
+    def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
+        finite = torch.isfinite(grad)
+        good = context.only(torch.where(finite, grad, 0.0))
+        if context.dense:
+            nothing = torch.empty(0, dtype=torch.int32, device=grad.device)
+            body = Body(nothing, good.new_zeros(()), self.accumulate(good, state, context))
+        else:
+            body = self.write(good, state, context)
+        shape = self._shape(context)
+        parts = header.Parts.bare(finite.all(), body.words)
+        data = kernels.select(grad.device).seal(shape, context.step, parts)
+        return Message(data, body.undo, body.sent, None, body.sent_norm)
+
+    def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
+        """out = the mean over the ranks, in rank order."""
+        shape, out_ = self._shape(context), out.zero_()
+        problems = kernels.select(out.device).inspect(messages, shape, context.step)
+        broken = torch.zeros(len(messages), dtype=torch.bool, device=out.device)
+        if out.device.type == "cpu":
+            header.refuse(problems, header.PROBLEMS, messages, shape, context.step)
+        if not context.dense:
+            self.add_all(messages[:, shape.body], out_, broken, context)
+        problems = torch.cat([problems, broken[:, None]], 1)
+
+        def refuse() -> None:
+            header.refuse(problems, (*header.PROBLEMS, BROKEN), messages, shape, context.step)
+
+        if out.device.type == "cpu":
+            refuse()
+        return Arrival((messages[:, 5] & 1).all(), None, problems.any(), refuse)
+
+    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+        """out += the mean of all bodies [W, words]; broken [W]: those that cannot be right."""
+        for rank, body in enumerate(bodies):
+            wrong = self.add(body, out, 1 / len(bodies), context)
+            if wrong is not None:
+                broken[rank] = wrong
+
+    def words(self, numel: int, room: int) -> int:
+        raise AssertionError("a message of fixed length needs no room")
+
+    def _shape(self, context: Context) -> header.Shape:
+        room = 0 if context.dense else self.body_words(context.layout)
+        return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)

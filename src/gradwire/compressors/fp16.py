@@ -1,0 +1,18 @@
+"""The whole gradient in float16: half the bytes of float32, with a range that a large sum can leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class FP16:
+    """All-reduce in float16: each rank rounds g / W, the sum is rounded at every addition; above 65,504 it is inf."""
+
+    needs_moments: ClassVar[bool] = False
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16

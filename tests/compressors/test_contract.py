@@ -1,0 +1,237 @@
+"""What every method promises, a row a method (rows.py): one process, the very bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire
+from compressors.ranks import Ranks
+from compressors.rows import ROWS, Row
+from gradwire import BF16, FP16, Dense
+from gradwire.compressors import METHODS, Sum, from_spec, to_spec
+from gradwire.compressors.base import powers, tensors
+from gradwire.errors import MessageError
+from gradwire.kernels import reference
+from gradwire.layout import Layout
+
+SHAPES: list[tuple[int, ...]] = [(16, 24), (31,), (), (3, 5, 7), (1,), (33, 2), (24,), (40, 30)]
+LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))
+STEPS = 5
+STATEFUL = {name: row for name, row in ROWS.items() if not isinstance(row.compressor, Sum)}
+HOLDING = {name: row for name, row in STATEFUL.items() if row.compressor.holds_back}
+GATHERED = {name: row for name, row in STATEFUL.items() if hasattr(row.compressor, "encode")}
+
+
+def rows(table: dict[str, Row]) -> Any:
+    return pytest.mark.parametrize("row", table.values(), ids=table.keys())
+
+
+def gradient(step: int, rank: int = 0, layout: Layout = LAYOUT) -> Tensor:
+    """Both signs, sizes over some binades, the same for a tensor whatever bucket it lies in."""
+    parts = []
+    for slot in layout:
+        generator = torch.Generator().manual_seed(hash((slot.shape, slot.numel, step, rank)) % (1 << 31))
+        scale = 0.1 + torch.rand(slot.numel, generator=generator)
+        parts.append(torch.randn(slot.numel, generator=generator) * scale)
+    return torch.cat(parts)
+
+
+def held(ranks: Ranks, rank: int = 0) -> Tensor:
+    return ranks.states[rank].residual.clone()
+
+
+@rows(HOLDING)
+def test_what_is_not_sent_is_kept(row: Row) -> None:
+    if row.conserves is None:
+        assert row.why
+        return
+    ranks = Ranks(row.compressor, LAYOUT)
+    for step in range(STEPS):
+        before, given = held(ranks), gradient(step)
+        done = ranks([given])
+        wanted = before + given
+        difference = (done.mean + held(ranks) - wanted).abs().max()
+        assert float(difference) <= row.conserves * float(wanted.abs().max()), step
+
+
+@rows(ROWS)
+def test_zero_gradient(row: Row) -> None:
+    ranks = Ranks(row.compressor, LAYOUT, 2)
+    for _ in range(2):
+        done = ranks([torch.zeros(LAYOUT.numel)] * 2)
+        assert done.finite
+        assert not done.mean.any()
+    assert not any(tensor.any() for state in ranks.states if state is not None for tensor in flat_tensors(state))
+
+
+def flat_tensors(state: Any) -> list[Tensor]:
+    return [getattr(state, name) for name, power in powers(state).items() if power >= 0]
+
+
+@rows(ROWS)
+def test_error_is_neither_too_large_nor_too_small(row: Row) -> None:
+    given = gradient(0)
+    done = Ranks(row.compressor, LAYOUT)([given])
+    error = float((done.mean - given).norm() / given.norm())
+    assert row.error[0] <= error <= row.error[1], error
+
+
+@rows({name: row for name, row in ROWS.items() if row.odd})
+def test_negative_gradient_is_the_negative(row: Row) -> None:
+    given = gradient(1)
+    one, two = (Ranks(row.compressor, LAYOUT)([sign * given]).mean for sign in (1, -1))
+    assert torch.equal(one, -two)
+
+
+@rows(ROWS)
+def test_mean_of_three_workers(row: Row) -> None:
+    """Close to the mean of the gradients as far as a single worker's is; the same twice."""
+    grads = [gradient(2, rank) for rank in range(3)]
+    one, two = (Ranks(row.compressor, LAYOUT, 3)(grads) for _ in range(2))
+    assert torch.equal(one.mean, two.mean)
+    assert bool(torch.isfinite(one.mean).all())
+    wanted = sum(grads) / 3
+    assert float(torch.dot(one.mean, wanted)) > 0
+
+
+@rows({name: row for name, row in ROWS.items() if row.unbiased})
+def test_mean_of_many_draws_is_the_gradient(row: Row) -> None:
+    given, n_draws = gradient(3), 600
+    ranks, total = Ranks(row.compressor, LAYOUT), torch.zeros(LAYOUT.numel, dtype=torch.float64)
+    squares = torch.zeros_like(total)
+    for _ in range(n_draws):
+        drawn = ranks([given]).mean.double()
+        total += drawn
+        squares += drawn.square()
+    mean = total / n_draws
+    deviation = ((squares / n_draws - mean.square()).clamp(min=0) / n_draws).sqrt()
+    assert float(((mean - given).abs() - 5 * deviation).max()) <= 1e-5 * float(given.abs().max())
+    assert float(deviation.max()) > 0
+
+
+@rows(ROWS)
+def test_bytes_are_no_more_than_promised(row: Row) -> None:
+    layout = Layout.of([("weight", (1000, 300))])
+    ranks = Ranks(row.compressor, layout)
+    ranks.rooms = tuple(slot.numel // 64 for slot in layout)
+    assert ranks([gradient(0, layout=layout)]).n_bytes * 8 <= row.bits * layout.numel + 8 * 80
+
+
+@rows(ROWS)
+def test_buckets_do_not_matter(row: Row) -> None:
+    """One bucket, or three: the same mean, bit for bit, step after step."""
+    whole = Ranks(row.compressor, LAYOUT, 2)
+    parts = [Layout.of((s.name, s.shape) for s in LAYOUT.slots[begin:end]) for begin, end in ((0, 3), (3, 4), (4, 8))]
+    apart = [Ranks(row.compressor, part, 2) for part in parts]
+    for step in range(3):
+        grads = [gradient(step, rank) for rank in range(2)]
+        together, at, pieces = whole(grads).mean, 0, []
+        for one in apart:
+            pieces.append(one([grad[at : at + one.layout.numel] for grad in grads]).mean)
+            at += one.layout.numel
+        assert torch.equal(torch.cat(pieces), together), step
+
+
+@rows(HOLDING)
+def test_a_bad_step_is_taken_back(row: Row) -> None:
+    """Every other element keeps what it had and gets the gradient; nothing that is not finite stays."""
+    ranks = Ranks(row.compressor, LAYOUT, 2)
+    ranks([gradient(0, rank) for rank in range(2)])
+    before = held(ranks)
+    given = gradient(1)
+    given[5], given[-1] = torch.nan, torch.inf
+    done = ranks([given, gradient(1, 1)])
+    assert not done.finite
+    for undo in done.undo:
+        undo()
+    assert all(bool(torch.isfinite(tensor).all()) for state in ranks.states for tensor in tensors(state))
+    good = torch.where(torch.isfinite(given), given, 0.0)
+    torch.testing.assert_close(held(ranks), before_and(row, before, good), rtol=1e-5, atol=1e-6)
+
+
+def before_and(row: Row, before: Tensor, good: Tensor) -> Tensor:
+    """What a residual is when a gradient comes to it and nothing is sent."""
+    momentum = getattr(row.compressor, "momentum", None)
+    if momentum:
+        pytest.skip("its residual has the momentum in it: its own tests say what becomes of it")
+    return before + good
+
+
+@rows(HOLDING)
+def test_a_tensor_without_a_gradient_is_left_alone(row: Row) -> None:
+    ranks = Ranks(row.compressor, LAYOUT)
+    ranks([gradient(0)])
+    before = held(ranks)
+    active = torch.tensor([True, False, True, False, True, True, False, True])
+    idle = ~LAYOUT.spread(active)
+    done = ranks([torch.where(idle, 0.0, gradient(1))], active=active)
+    assert not done.mean[idle].any()
+    assert torch.equal(held(ranks)[idle], before[idle])
+    assert not torch.equal(held(ranks)[~idle], before[~idle])
+
+
+@rows(HOLDING)
+def test_a_dense_step_sends_what_is_held_back(row: Row) -> None:
+    ranks = Ranks(row.compressor, LAYOUT, 2)
+    ranks([gradient(0, rank) for rank in range(2)])
+    before = [held(ranks, rank) for rank in range(2)]
+    grads = [gradient(1, rank) for rank in range(2)]
+    done = ranks(grads, dense=True)
+    if not getattr(row.compressor, "momentum", None):
+        torch.testing.assert_close(done.mean, (sum(before) + sum(grads)) / 2, rtol=1e-5, atol=1e-6)
+    assert not held(ranks).any()
+
+
+@rows(GATHERED)
+def test_damaged_bodies_are_refused_or_harmless(row: Row) -> None:
+    """Any bits with a checksum that fits: an error, or numbers; nothing outside the result is written."""
+    ranks = Ranks(row.compressor, LAYOUT)
+    context = ranks.context()
+    message = row.compressor.encode(gradient(0), gradient(0).square(), ranks.states[0], context)
+    room = torch.full((LAYOUT.numel + 64,), 3.0)
+    out = room[32:-32]
+    with pytest.raises(MessageError, match="checksum"):
+        row.compressor.decode(flipped(message.data)[None], out, context)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        damaged = message.data.clone()
+        body = slice(10, len(damaged))
+        places = torch.randint(body.start, body.stop, (3,), generator=generator)
+        damaged[places] = torch.randint(-(1 << 31), (1 << 31) - 1, (3,), generator=generator).int()
+        resealed(damaged)
+        with contextlib.suppress(MessageError):
+            row.compressor.decode(damaged[None], out, context)
+        assert bool((room[:32] == 3).all())
+        assert bool((room[-32:] == 3).all())
+
+
+def flipped(message: Tensor) -> Tensor:
+    damaged = message.clone()
+    damaged[-1] ^= 1
+    return damaged
+
+
+def resealed(message: Tensor) -> None:
+    """The checksum of docs/wire-format.md."""
+    message[8:10] = 0
+    message[8:10] = reference.checksum(message)
+
+
+@rows(ROWS)
+def test_spec_and_repr_make_it_again(row: Row) -> None:
+    assert from_spec(to_spec(row.compressor)) == row.compressor
+    assert eval(repr(row.compressor), vars(gradwire)) == row.compressor
+    assert replace(row.compressor) == row.compressor
+
+
+def test_every_method_has_a_row() -> None:
+    assert {type(row.compressor) for row in ROWS.values()} == set(METHODS.values())
+    for method in set(METHODS.values()) - {Dense, BF16, FP16}:
+        assert "arXiv" in (sys.modules[method.__module__].__doc__ or ""), method

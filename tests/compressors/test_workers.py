@@ -1,0 +1,129 @@
+"""Every method in real processes over Gloo, two and three of them, many buckets: replicas, resume, bytes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwire
+import scenes
+from compressors.rows import ROWS, Row
+from gradwire.compressors import Sum
+
+N_STEPS, STOP = 12, 5
+
+
+def rows(table: dict[str, Row]) -> Any:
+    return pytest.mark.parametrize("name", table)
+
+
+def trained(compressor: Any, n_steps: int, stop: int | None = None) -> tuple[list[str], list[float], Any]:
+    """Fingerprints and losses of a run, which saves itself, is built anew and goes on at `stop`."""
+    model = scenes.ddp(scenes.net())
+    optimizer = scenes.sgd(model, lr=0.05)
+    wire = gradwire.attach(model, compressor)
+    prints, losses = [], []
+    for step in range(n_steps):
+        if step == stop:
+            saved = io.BytesIO()
+            torch.save([wire.state_dict(), model.module.state_dict(), optimizer.state_dict()], saved)
+            saved.seek(0)
+            state, weights, momentum = torch.load(saved, weights_only=True)
+            model = scenes.ddp(scenes.net(seed=9))
+            model.module.load_state_dict(weights)
+            optimizer = scenes.sgd(model, lr=0.05)
+            optimizer.load_state_dict(momentum)
+            wire = gradwire.attach(model, compressor)
+            wire.load_state_dict(state, strict=True)
+        x, y = scenes.batch(step, size=16)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        prints.append(scenes.digest(model.parameters()))
+        losses.append(float(loss.detach()))
+    return prints, losses, wire.stats()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@rows(ROWS)
+def test_replicas_are_equal_and_it_learns(spawn: Any, name: str, workers: int) -> None:
+    row = ROWS[name]
+    results = spawn(workers, trained, row.compressor, 40 if row.learns else N_STEPS)
+    prints, losses, stats = results[0]
+    assert all(other[0] == prints for other in results)
+    assert len(set(prints)) == len(prints)
+    if row.learns:
+        assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    assert stats.bytes_sent > 0
+    assert stats.steps == len(losses)
+
+
+@rows(ROWS)
+def test_resume_is_no_interruption(spawn: Any, name: str) -> None:
+    compressor = ROWS[name].compressor
+    straight, resumed = (spawn(2, trained, compressor, N_STEPS, stop) for stop in (None, STOP))
+    assert [one[0] for one in resumed] == [one[0] for one in straight]
+
+
+def switched(compressor: Any) -> tuple[list[str], list[float]]:
+    """To another method and on to plain DDP: nothing that is held back is lost on the way."""
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, compressor)
+    optimizer = scenes.sgd(model, lr=0.05)
+    prints = list(scenes.train(model, range(3), optimizer))
+    wire.compressor = gradwire.VGC(alpha=1.0)
+    prints += scenes.train(model, range(3, 6), optimizer)
+    wire.compressor = compressor
+    prints += scenes.train(model, range(6, 8), optimizer)
+    wire.detach()
+    prints += scenes.train(model, range(8, 10), optimizer)
+    return prints, [float(residual.abs().sum()) for residual in wire._link.store.residuals()]
+
+
+@rows({name: row for name, row in ROWS.items() if not isinstance(row.compressor, Sum)})
+def test_switching_loses_nothing(spawn: Any, name: str) -> None:
+    results = spawn(2, switched, ROWS[name].compressor)
+    assert results[0][0] == results[1][0]
+    assert not any(results[0][1])
+
+
+class Sometimes(nn.Module):
+    """A layer that only some steps use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.rare, self.last = nn.Linear(12, 24), nn.Linear(24, 24), nn.Linear(24, 5)
+
+    def forward(self, x: torch.Tensor, rare: bool) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        return self.last(self.rare(hidden) if rare else hidden)
+
+
+def with_unused(compressor: Any) -> tuple[list[float], list[str]]:
+    model = scenes.ddp(Sometimes(), find_unused_parameters=True)
+    wire = gradwire.attach(model, compressor)
+    optimizer, kept, prints = torch.optim.SGD(model.parameters(), lr=0.05), [], []
+    for step in range(6):
+        x, y = scenes.batch(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x, step % 3 == 0), y).backward()
+        optimizer.step()
+        fields = wire.state_dict()["parameters"].get("rare.weight", {})
+        kept.append(float(fields["residual"].abs().sum()) if "residual" in fields else 0.0)
+        prints.append(scenes.digest(model.parameters()))
+    return kept, prints
+
+
+@rows({name: row for name, row in ROWS.items() if not isinstance(row.compressor, Sum)})
+def test_unused_parameters_keep_what_they_hold(spawn: Any, name: str) -> None:
+    results = spawn(2, with_unused, ROWS[name].compressor)
+    assert results[0][1] == results[1][1]
+    kept = results[0][0]
+    assert kept[0] == kept[1] == kept[2]
+    assert kept[3] == kept[4] == kept[5]
