@@ -43,7 +43,7 @@ def images(size: int, classes: int) -> tuple[Tensor, Tensor]:
 
 
 TASKS = (
-    Task("GPT-2 124M, B 16, T 1024, bf16 autocast, fused AdamW", GPT, tokens, 1.08),
+    Task("GPT-2 124M, B 16, T 1024, bf16 autocast, fused AdamW", GPT, tokens, 1.08, graph=True),
     Task("ResNet-50, B 64, 224 px, channels_last, bf16", ResNet50, lambda: images(224, 1000), 1.20, True, graph=True),
     Task("CIFAR VGG, B 64, bf16", cifar_vgg, lambda: images(32, 10), 1.25, channels_last=True, graph=True),
     Task("CIFAR VGG, B 64, float32 (tf32)", cifar_vgg, lambda: images(32, 10), 1.25, autocast=False, graph=True),

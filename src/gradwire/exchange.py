@@ -55,7 +55,7 @@ class Courier:
         self.group = dist.new_group(
             ranks, timeout=_timeout(group), backend=dist.get_backend(group), use_local_synchronization=local
         )
-        self.world_size = len(ranks)
+        self.world_size, self.rank = len(ranks), dist.get_rank(group)
         gloo = dist.get_backend(group) == "gloo"
         self._work: Work = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._work,), name="gradwire-courier", daemon=True)
