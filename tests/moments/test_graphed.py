@@ -162,12 +162,31 @@ def test_steps_agree_with_the_eager_model(name: str) -> None:
             model.zero_grad()
 
 
+def test_a_tied_weight_under_autocast() -> None:
+    """What is joined at the end of a backward is joined in float32, though the caller's autocast is on there."""
+    torch.manual_seed(0)
+    eager = put(Tied())
+    graphed = copy.deepcopy(eager)
+    plain, recorder = recorder_of(eager), recorder_of(graphed)
+    with torch.autocast("cuda" if GPU else "cpu", torch.bfloat16):
+        capture(recorder, graphed, put(torch.randint(0, 7, (5, 4))))
+        for model in (eager, graphed):
+            torch.manual_seed(1)
+            backward(model, put(torch.randint(0, 7, (5, 4))))
+    for key in plain.ledgers:
+        torch.testing.assert_close(recorder.moment(key), plain.moment(key), rtol=2e-2, atol=1e-3)
+    assert [row.kind for row in recorder.coverage()] == [row.kind for row in plain.coverage()]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_stand_ins_go_the_same_way(name: str) -> None:
     """Or the graph would have other kernels than the eager model, and slower ones."""
 
     def nodes(node: Any) -> list[str]:
-        return [node.name(), *(one for next_, _ in node.next_functions if next_ is not None for one in nodes(next_))]
+        return [
+            type(node).__name__,
+            *(one for next_, _ in node.next_functions if next_ is not None for one in nodes(next_)),
+        ]
 
     model, x = put(MODELS[name][0]()), put(MODELS[name][1]())
     recorder = recorder_of(model)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from gradwire.moments.combined import Settled, merge, settled
-from gradwire.moments.site import Doubt, Site
+from gradwire.moments.site import Doubt, Site, quietly
 from gradwire.moments.uses import Use
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ class Capturing:
         uses.append(use if ledger.shared else self._settled(ledger, use))
 
     def _settled(self, ledger: Ledger, use: Use) -> Settled:
-        finished = settled(use, ledger.param, ledger.dtype)
-        finished.probed = use.along(ledger.check.probe) if self._checks else None
+        with quietly(ledger.param.device):  # at the end of a backward the caller's autocast is on
+            finished = settled(use, ledger.param, ledger.dtype)
+            finished.probed = use.along(ledger.check.probe) if self._checks else None
         finished.proven = not self._checks
         return finished
 
