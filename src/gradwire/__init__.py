@@ -3,16 +3,44 @@
 __version__ = "0.1.0"
 
 from gradwire.checkpoint import reshard
-from gradwire.compressors import BF16, FP16, VGC, Dense, from_spec
+from gradwire.compressors import (
+    BF16,
+    FP8,
+    FP16,
+    QSGD,
+    VGC,
+    AdaComp,
+    Dense,
+    MomentumDCT,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SignSGD,
+    Strom,
+    TernGrad,
+    TopK,
+    from_spec,
+)
 from gradwire.handle import Wire, attach
 from gradwire.moments import per_sample
 from gradwire.sharded import load, save
 
 __all__ = [
     "BF16",
+    "FP8",
     "FP16",
+    "QSGD",
     "VGC",
+    "AdaComp",
     "Dense",
+    "MomentumDCT",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "Strom",
+    "TernGrad",
+    "TopK",
     "Wire",
     "__version__",
     "attach",

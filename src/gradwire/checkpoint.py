@@ -78,6 +78,11 @@ def _in_flight(value: Tensor, parameter: Tensor) -> Tensor:
     return flat
 
 
+def _alike(value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy of its own, in its own shape, on the parameter's device."""
+    return value.to(parameter.device, copy=True)
+
+
 def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = False) -> None:
     """Checks on every rank first, and changes nothing unless all can go on."""
     problem: CheckpointError | None = None
@@ -169,7 +174,7 @@ def match(link: Link, state: Mapping[str, Any], strict: bool) -> dict[str, dict[
                 raise CheckpointError(f"{field} of {name} has shape {came} in the checkpoint, expected {expected}")
     return {
         name: {
-            field: value.to(ours[name].device) if state["powers"][field] == SAME else _in_flight(value, ours[name])
+            field: _alike(value, ours[name]) if state["powers"][field] == SAME else _in_flight(value, ours[name])
             for field, value in saved[name].items()
         }
         for name in ours

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -155,25 +155,23 @@ class Delivery:
     def _converse(self, compressor: Rounds[Any], step: Step, parcel: Parcel) -> None:
         """All sums of one bucket; in a dense step one, of everything."""
         state, context = parcel.bucket.state, self._context(compressor, step, parcel)
-        grad, n_bytes = _unscaled(parcel)[0], 0
         rounds = functools.partial(everything, compressor) if context.dense else compressor.rounds
-        talk = rounds(grad, state, context)
-        asked: Tensor | None = None
-        while True:
-            try:
-                with self._meter.phase("encode"):
-                    tensor = next(talk) if asked is None else talk.send(asked)
-            except StopIteration as end:
-                outcome: Outcome = end.value
-                break
-            n_bytes += tensor.numel() * tensor.element_size()
+        n_bytes = 0
+        with self._meter.phase("encode"):
+            talk = rounds(_unscaled(parcel)[0], state, context)
+            said = _said(talk, None)
+        while isinstance(said, Tensor):
+            n_bytes += said.numel() * said.element_size()
             with self._meter.phase("exchange"):
-                asked = self._courier.sum(tensor).wait()
-        step.undo.append(outcome.undo)
+                total = self._courier.sum(said).wait()
+            with self._meter.phase("decode"):
+                said = _said(talk, total)
+        outcome = said
         if context.dense:
             step.clear.append(lambda: compressor.clear(state, context))
-            if parcel.scale is not None:
+            if parcel.scale is not None:  # a GradScaler may yet skip the optimizer's step: r as it is, then g to it
                 step.undo.append(_snapshot(state))
+        step.undo.append(outcome.undo)
         with self._meter.phase("decode"):
             mean = outcome.mean
             parcel.buffer.copy_(mean if parcel.scale is None else mean.mul_(parcel.scale))
@@ -258,6 +256,14 @@ def _read(step: Step) -> tuple[bool, list[tuple[Layout, list[int]]]]:
         if arrival.passed is not None:
             counts.append((layout, [next(numbers) for _ in layout]))
     return finite, counts
+
+
+def _said(talk: Generator[Tensor, Tensor, Outcome], total: Tensor | None) -> Tensor | Outcome:
+    """What a method says to a sum: the next tensor, or what came of all of them."""
+    try:
+        return next(talk) if total is None else talk.send(total)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
 
 
 def _fine() -> None:

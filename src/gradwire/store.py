@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import State, Stateful, of_slot, powers
+from gradwire.compressors.base import SAME, State, Stateful, of_slot, powers
 from gradwire.layout import Layout
 
 
@@ -63,7 +63,9 @@ class Store:
     def prune(self) -> None:
         """Forgets the parameters that hold nothing back."""
         held = {name: f for name, f in self._fields.items() if "residual" in f and bool(f["residual"].any())}
-        self._fields = held
+        # which ones these are differs from rank to rank: what must be the same on all of them begins anew
+        alike = {field for field, power in self.powers.items() if power == SAME}
+        self._fields = {name: {f: v for f, v in fields.items() if f not in alike} for name, fields in held.items()}
 
     def set(self, fields: dict[str, dict[str, Tensor]], powers: dict[str, int]) -> None:
         """Replaces everything; the next bucket lays it out."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gradwire import BF16, VGC, Dense
-from gradwire.compressors import FP16
+from gradwire import BF16, FP8, VGC, Dense, OneBit, PowerSGD, RandomK, SignSGD, TopK
+from gradwire.compressors import FP16, QSGD, AdaComp, MomentumDCT, Strom, TernGrad
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,33 @@ ROWS: dict[str, Row] = {
     "dense": Row(Dense(), why="no state", error=(0.0, 0.0)),
     "bf16": Row(BF16(), why="no state", error=(1e-4, 4e-3), bits=16),
     "fp16": Row(FP16(), why="no state", error=(1e-5, 1e-3), bits=16),
+    "fp8": Row(FP8(), why="no state", error=(0.015, 0.04), bits=8),
+    "fp8 e5m2": Row(FP8(format="e5m2"), why="no state", error=(0.03, 0.08), bits=8),
+    "onebit": Row(OneBit(), conserves=1e-6, error=(0.4, 0.8), bits=1 + 64 / 300),
+    "signsgd": Row(SignSGD(), conserves=1e-6, error=(0.5, 0.9), bits=1),
+    "signsgd no feedback": Row(SignSGD(feedback=False), why="no state", error=(0.5, 0.9), bits=1),
+    "signsgd vote": Row(SignSGD(feedback=False, vote=True), why="no state", error=(0.9, 2.0), bits=1, learns=False),
+    "strom": Row(Strom(tau=0.125), conserves=1e-7, error=(0.85, 0.9), bits=0.15),
+    "strom words": Row(Strom(tau=0.01, wire="words"), conserves=1e-7, error=(0.985, 0.992), bits=0.5),
+    "adacomp": Row(AdaComp(), conserves=1e-6, error=(0.75, 0.82), bits=0.15),
+    "momentum_dct": Row(MomentumDCT(k=32), why="momentum decays", error=(0.8, 0.86), bits=0.24),
+    "momentum_dct feedback": Row(MomentumDCT(8, 4, momentum=1.0), conserves=1e-6, error=(0.78, 0.84), bits=1.4),
+    "momentum_dct sign": Row(MomentumDCT(sign=True), why="only a sign", error=(1.3, 1.8), bits=0.06, learns=False),
+    "powersgd": Row(PowerSGD(), conserves=1e-6, error=(0.7, 0.9), bits=32 * 4 * 1300 / 300000),
+    "powersgd rank 1": Row(PowerSGD(rank=1), conserves=1e-6, error=(0.8, 0.95), bits=32 * 1300 / 300000),
+    "powersgd cold": Row(PowerSGD(2, warm_start=False, min_compression=1.0), conserves=1e-6, error=(0.8, 0.95), bits=1),
+    "qsgd": Row(QSGD(), why="no state", error=(1.0, 2.0), bits=4 + 32 / 512, unbiased=True),
+    "qsgd 2 bits": Row(QSGD(2, 128), why="no state", error=(1.0, 4.0), bits=2 + 32 / 128, unbiased=True),
+    "qsgd max": Row(QSGD(3, norm="max"), why="no state", error=(0.2, 0.6), bits=3.2 + 32 / 512, unbiased=True),
+    "randomk": Row(RandomK(density=0.25), conserves=0.0, error=(0.8, 0.95), bits=8),
+    "randomk 1 in 100": Row(RandomK(seed=3), conserves=0.0, error=(0.97, 1.0), bits=0.32, learns=False),
+    "terngrad": Row(TernGrad(), why="no state", error=(0.8, 1.5), bits=1.6),
+    "terngrad unbiased": Row(TernGrad(clip=None), why="no state", error=(1.0, 2.0), bits=1.6, unbiased=True),
+    "topk": Row(TopK(), conserves=0.0, error=(0.8, 0.98), bits=0.406),
+    "topk exact": Row(TopK(ratio=20, exact=True), conserves=0.0, error=(0.6, 0.9), bits=1.92),
+    "topk dgc": Row(
+        TopK(momentum=0.3, clip=4.0, warmup=4), why="the velocity goes into r and leaves it", error=(0.3, 0.9), bits=9.0
+    ),
     "vgc": Row(VGC(alpha=1.0), why="rounding is dropped", error=(0.05, 0.5), bits=12),
     "vgc feedback": Row(VGC(alpha=1.0, feedback=True), conserves=0.0, error=(0.05, 0.5), bits=12),
 }

@@ -23,7 +23,7 @@ def test_a_spec_names_a_compressor(spec, compressor):
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        ("vgcc:alpha=1", "known: dense, bf16, fp16, vgc"),
+        ("vgcc:alpha=1", "known: dense, bf16, fp16, fp8, "),
         ("", "known: dense"),
         ("vgc:beta=1", "known: alpha, zeta, tau, floor, feedback, rounding"),
         ("vgc:alpha", "option=value"),
@@ -32,6 +32,7 @@ def test_a_spec_names_a_compressor(spec, compressor):
         ("vgc:alpha=1,alpha=2", "given twice"),
         ("vgc:feedback=perhaps", "expected bool"),
         ("vgc:alpha=-1", "alpha must be >= 0"),
+        ("Strom", "Strom has no default for tau: write strom:tau=value"),
     ],
 )
 def test_a_wrong_spec_says_what_is_known(spec, text):

@@ -72,7 +72,8 @@ def test_a_finished_run_is_not_run_again(finished: tuple[Path, str]) -> None:
 def test_bad_input_is_one_line_and_exit_2() -> None:
     result = run_command("train", "--compressor", "zip")
     assert result.returncode == 2
-    assert result.stderr == "gradwire: error: --compressor zip: unknown compressor 'zip'; known: dense, bf16, vgc\n"
+    assert result.stderr.startswith("gradwire: error: --compressor zip: unknown compressor 'zip'; known: dense, bf16, ")
+    assert result.stderr.count("\n") == 1
 
 
 def test_torchrun_runs_the_same_program(tmp_path: Path, text_file: Path) -> None:

@@ -21,7 +21,7 @@ from gradwire.train.team import choose_device, inside_torchrun
 def train(
     task: Annotated[str, Option(help="digits, cifar10 or text")] = "digits",
     workers: Annotated[int | None, Option(help="processes on this machine; under torchrun leave it out [4]")] = None,
-    compressor: Annotated[str, Option(help="dense, bf16 or vgc, with options: vgc:alpha=1.5,zeta=0.999")] = "vgc",
+    compressor: Annotated[str, Option(help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99")] = "vgc",
     optimizer: Annotated[str, Option(help="adam, adamw or sgd (momentum 0.9)")] = "adam",
     epochs: Annotated[int | None, Option(help="[the task's]")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,

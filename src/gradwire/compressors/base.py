@@ -146,7 +146,10 @@ class Rounds(Protocol[S]):
     def init(self, layout: Layout, device: torch.device) -> S: ...
 
     def rounds(self, grad: Tensor, state: S, context: Context) -> Generator[Tensor, Tensor, Outcome]:
-        """Yields a tensor, is sent its sum over the ranks, and so on. A value that is not finite goes into the sums."""
+        """Yields a tensor, is sent its sum over the ranks, and so on. A value that is not finite goes into the sums.
+
+        The gradient [N] is the method's own: the mean may be written over it.
+        """
         ...
 
     def waiting(self, state: S, context: Context) -> Tensor:

@@ -41,7 +41,10 @@ class Fixed:
         raise NotImplementedError
 
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
-        """grad float32 [N], finite, zeros in tensors without a gradient; `context.only` keeps these out of the send."""
+        """grad float32 [N], finite, zeros in tensors without a gradient; `context.only` keeps these out of the send.
+
+        A tensor of the method's own: it may work in it and keep it.
+        """
         raise NotImplementedError
 
     def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor | None:
@@ -58,15 +61,15 @@ class Fixed:
         return lambda: None
 
     def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
-        finite = torch.isfinite(grad)
-        good = context.only(torch.where(finite, grad, 0.0))
+        good, finite = _clean(grad)
+        good = context.only(good)
         if context.dense:
             nothing = torch.empty(0, dtype=torch.int32, device=grad.device)
             body = Body(nothing, good.new_zeros(()), self.accumulate(good, state, context))
         else:
             body = self.write(good, state, context)
         shape = self._shape(context)
-        parts = header.Parts.bare(finite.all(), body.words)
+        parts = header.Parts.bare(finite, body.words)
         data = kernels.select(grad.device).seal(shape, context.step, parts)
         return Message(data, body.undo, body.sent, None, body.sent_norm)
 
@@ -101,3 +104,14 @@ class Fixed:
     def _shape(self, context: Context) -> header.Shape:
         room = 0 if context.dense else self.body_words(context.layout)
         return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
+
+
+def _clean(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """(a copy with zeros for values that are not finite, bool [] whether there were none)."""
+    if grad.device.type == "cpu" and grad.numel():
+        # almost always all are: the extremes tell, NaN included; 1 ms instead of 8 for 2.6 M elements, one EPYC core
+        finite = torch.isfinite(torch.stack(torch.aminmax(grad))).all()
+        if finite:
+            return grad.clone(), finite
+    each = torch.isfinite(grad)
+    return torch.where(each, grad, 0.0), each.all()

@@ -24,7 +24,10 @@ class Held:
     """`waiting` and `clear` for a state with a residual."""
 
     needs_moments: ClassVar[bool] = False
-    holds_back: ClassVar[bool] = True
+
+    @property
+    def holds_back(self) -> bool:
+        return True
 
     def init(self, layout: Layout, device: torch.device) -> Any:
         return Residual(torch.zeros(layout.numel, dtype=torch.float32, device=device))

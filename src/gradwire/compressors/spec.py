@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from gradwire.compressors.adacomp import AdaComp
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.bf16 import BF16
 from gradwire.compressors.dense import Dense
+from gradwire.compressors.fp8 import FP8
 from gradwire.compressors.fp16 import FP16
+from gradwire.compressors.momentum_dct import MomentumDCT
+from gradwire.compressors.onebit import OneBit
+from gradwire.compressors.powersgd import PowerSGD
+from gradwire.compressors.qsgd import QSGD
+from gradwire.compressors.randomk import RandomK
+from gradwire.compressors.signsgd import SignSGD
+from gradwire.compressors.strom import Strom
+from gradwire.compressors.terngrad import TernGrad
+from gradwire.compressors.topk import TopK
 from gradwire.compressors.vgc import VGC
 
 METHODS: dict[str, type[Any]] = {
     "dense": Dense,
     "bf16": BF16,
     "fp16": FP16,
+    "fp8": FP8,
+    "adacomp": AdaComp,
+    "momentum_dct": MomentumDCT,
+    "onebit": OneBit,
+    "powersgd": PowerSGD,
+    "qsgd": QSGD,
+    "randomk": RandomK,
+    "signsgd": SignSGD,
+    "strom": Strom,
+    "terngrad": TernGrad,
+    "topk": TopK,
     "vgc": VGC,
 }
 
@@ -38,6 +60,9 @@ def from_spec(spec: str) -> Compressor:
         if key in options:
             raise ValueError(f"option {key!r} of {name} is given twice")
         options[key] = _parse(f"{name}:{key}", value, known[key])
+    for field in fields(method):
+        if field.default is MISSING and field.name not in options:
+            raise ValueError(f"{name} has no default for {field.name}: write {name.lower()}:{field.name}=value")
     return method(**options)  # type: ignore[no-any-return]
 
 

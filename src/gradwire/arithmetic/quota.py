@@ -1,0 +1,75 @@
+"""How many elements of each tensor a sparse method sends: E entries, tensor by tensor, the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.layout import Layout
+
+
+class Table(NamedTuple):
+    """By tensor, int64 [K]."""
+
+    counts: Tensor
+    firsts: Tensor  # the first entry
+    offsets: Tensor  # the first flat place
+    numels: Tensor
+
+
+@dataclass(frozen=True)
+class Quota:
+    """k = max(1, ceil(density n)) entries for a tensor of n elements."""
+
+    layout: Layout
+    counts: tuple[int, ...]  # [K]
+
+    @classmethod
+    def of(cls, layout: Layout, density: float) -> Quota:
+        """Kept for the last few: both sides of an exchange ask for the same."""
+        return _quota(layout, density)
+
+    @cached_property
+    def total(self) -> int:
+        """E."""
+        return sum(self.counts)
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Table]:
+        return {}
+
+    def table(self, device: torch.device) -> Table:
+        """On `device`, made once."""
+        if device not in self._tables:
+            slots, firsts = self.layout.slots, accumulate(self.counts[:-1], initial=0)
+            offsets, numels = [slot.offset for slot in slots], [slot.numel for slot in slots]
+            rows = torch.tensor([self.counts, [*firsts][: len(slots)], offsets, numels], dtype=torch.int64)
+            self._tables[device] = Table(*rows.to(device))
+        return self._tables[device]
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Which tensor each entry belongs to, int64 [E]."""
+        return torch.repeat_interleave(self.table(device).counts, output_size=self.total)
+
+    def number(self, tensor: Tensor) -> Tensor:
+        """0 .. k - 1 in each tensor, int64 [E]; tensor: as `tensor` gives it."""
+        return torch.arange(self.total, device=tensor.device) - self.table(tensor.device).firsts[tensor]
+
+
+def check_density(method: str, density: float) -> None:
+    """Refuses what is no share of a tensor."""
+    if not 0 < density <= 1:
+        raise ValueError(f"{method}: density must be in (0, 1], got {density}")
+
+
+@lru_cache(maxsize=256)  # buckets, in some steps
+def _quota(layout: Layout, density: float) -> Quota:
+    share = Fraction(str(density))  # as it is written: 0.07 of 100 elements are 7, though 0.07 * 100 > 7
+    return Quota(layout, tuple(min(slot.numel, max(1, math.ceil(share * slot.numel))) for slot in layout))

@@ -1,0 +1,49 @@
+"""Random elements of each tensor, the same ones on every rank, with memory (Stich et al., arXiv:1809.07599)."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradwire.arithmetic.quota import Quota, check_density
+from gradwire.arithmetic.shuffle import chosen
+from gradwire.compressors.base import Context, Outcome
+from gradwire.compressors.held import Held, Residual
+
+
+@dataclass(frozen=True)
+class RandomK(Held):
+    """Sums k = max(1, ceil(density n)) elements of every tensor over the ranks: r += g, sent r[places], r[places] = 0.
+
+    The places are drawn from (seed, step, name), so that all ranks know them and none is sent.
+
+    density: the share of the elements that is sent; seed: another one draws other places.
+    """
+
+    density: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_density("RandomK", self.density)
+
+    def rounds(self, grad: Tensor, state: Residual, context: Context) -> Generator[Tensor, Tensor, Outcome]:
+        quota = Quota.of(context.layout, self.density)
+        given = context.only(grad)
+        finite = torch.isfinite(given)
+        state.residual += torch.where(finite, given, 0.0)
+        places, tensor = chosen(self.seed, context.step, quota, grad.device)
+        values, counts = state.residual[places], quota.table(grad.device).counts
+        if context.active is not None:
+            values, counts = torch.where(context.active[tensor], values, 0.0), counts * context.active
+        state.residual.index_add_(0, places, values, alpha=-1)
+        bad = torch.where(finite.all(), 0.0, torch.nan)  # wherever it is, every rank must know
+        total = yield torch.cat([values / context.world_size, bad[None]])
+        mean = torch.zeros_like(grad).index_copy_(0, places, total[:-1])
+
+        def undo() -> None:
+            state.residual.index_add_(0, places, values)
+
+        return Outcome(mean, torch.isfinite(total).all(), undo, counts, values.abs().sum())

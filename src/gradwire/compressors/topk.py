@@ -1,0 +1,158 @@
+"""The largest elements of each tensor; with momentum Deep Gradient Compression (Lin et al., arXiv:1712.01887)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import kernels
+from gradwire.arithmetic.largest import largest
+from gradwire.arithmetic.quota import Quota, check_density
+from gradwire.compressors.base import Context
+from gradwire.compressors.fixed import Body, Fixed
+from gradwire.compressors.held import Held, Residual
+from gradwire.layout import Layout
+from gradwire.wire import header, places
+from gradwire.wire.places import Code
+
+DENSITY = 0.01
+WARM = 0.25  # the density at the beginning of the warm-up
+
+
+@dataclass
+class Velocity(Residual):
+    """The residual, and the momentum that goes into it."""
+
+    velocity: Tensor = field(metadata={"power": 1})  # u
+
+
+@dataclass(frozen=True)
+class TopK(Held, Fixed):
+    """Sends the k = max(1, ceil(density n)) largest |r| of every tensor as float32 with their places: r += g.
+
+    With a momentum m: u = m u + g, r += u, and u = r = 0 where an element is sent.
+
+    density: the share of the elements that is sent, 0.01 if nothing is said; or ratio: 1 / density.
+    momentum: of the local velocity, in [0, 1); 0: none. The optimizer's own must then be 0.
+    clip: the norm of each tensor's gradient on each worker is at most clip / sqrt(W). The paper takes the norm over
+        all tensors, which no bucket knows.
+    warmup: steps in which the density falls from 0.25 to its own, by the same factor in each.
+    exact: always k elements. Else a threshold from a sample may let fewer pass, now and then: these are the largest
+        all the same (see largest.py).
+    """
+
+    density: float | None = None
+    ratio: float | None = None
+    momentum: float = 0.0
+    clip: float | None = None
+    warmup: int = 0
+    exact: bool = False
+
+    needs_moments: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.density is not None and self.ratio is not None:
+            raise ValueError(
+                f"TopK: density ({self.density}) and ratio ({self.ratio}) say the same thing: give one of them"
+            )
+        if self.ratio is not None:
+            if not 1 <= self.ratio < math.inf:
+                raise ValueError(f"TopK: ratio must be a finite number >= 1, got {self.ratio}")
+            object.__setattr__(self, "density", 1 / self.ratio)
+            object.__setattr__(self, "ratio", None)
+        if self.density is None:
+            object.__setattr__(self, "density", DENSITY)
+        check_density("TopK", self._final)
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"TopK: momentum must be in [0, 1), got {self.momentum}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"TopK: clip must be a finite number > 0, got {self.clip}")
+        if self.warmup < 0:
+            raise ValueError(f"TopK: warmup must be >= 0 steps, got {self.warmup}")
+
+    @property
+    def _final(self) -> float:
+        assert self.density is not None
+        return self.density
+
+    def density_of(self, step: int) -> float:
+        """0.25 (density / 0.25)^(step / warmup) in the warm-up; six digits, as libraries differ in the last one."""
+        if step >= self.warmup or self._final >= WARM:
+            return self._final
+        return float(f"{WARM * (self._final / WARM) ** (step / self.warmup):.6g}")
+
+    def init(self, layout: Layout, device: torch.device) -> Residual:
+        state: Residual = super().init(layout, device)
+        return Velocity(state.residual, torch.zeros_like(state.residual)) if self.momentum else state
+
+    def body_words(self, layout: Layout) -> int:
+        """After the warm-up."""
+        return _body_words(Quota.of(layout, self._final))
+
+    def _shape(self, context: Context) -> header.Shape:
+        room = 0 if context.dense else _body_words(self._quota(context))
+        return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
+
+    def _quota(self, context: Context) -> Quota:
+        return Quota.of(context.layout, self.density_of(context.step))
+
+    def accumulate(self, grad: Tensor, state: Any, context: Context) -> Callable[[], None]:
+        """u = m u + g; r += u. Tensors without a gradient keep both."""
+        if self.clip is not None:
+            grad = _clipped(grad, context.layout, self.clip / context.world_size**0.5)
+        if self.momentum:
+            active, decay = context.active, self.momentum
+            kept = decay if active is None else context.layout.spread(torch.where(active, decay, 1.0))
+            # two roundings: whether a product and a sum are fused depends on the place in the bucket
+            state.velocity.mul_(kept).add_(grad)
+            grad = context.only(state.velocity)
+        state.residual += grad
+        return lambda: None
+
+    def write(self, grad: Tensor, state: Any, context: Context) -> Body:
+        quota = self._quota(context)
+        self.accumulate(grad, state, context)
+        index, values = largest(state.residual, quota, context.step, self.exact, context.active)
+        held = [(state.residual, values)]
+        if self.momentum:
+            held.append((state.velocity, torch.where(values != 0, state.velocity[index], 0.0)))
+        for tensor, sent in held:
+            tensor.index_add_(0, index, sent, alpha=-1)  # leaves 0; a place that only fills up the message stays
+
+        def undo() -> None:
+            for tensor, sent in held:
+                tensor.index_add_(0, index, sent)
+
+        owner = quota.tensor(grad.device)
+        counts = torch.zeros(len(context.layout), dtype=torch.int64, device=grad.device)
+        counts.index_add_(0, owner, (values != 0).long())
+        within = index - quota.table(grad.device).offsets[owner]
+        words = torch.cat([values.view(torch.int32), places.pack(within, owner, Code.of(quota))])
+        return Body(words, values.abs().sum(), undo, counts)
+
+    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor:
+        quota = self._quota(context)
+        owner, values = quota.tensor(out.device), body[: quota.total].view(torch.float32)
+        within, wrong = places.unpack(body[quota.total :], owner, Code.of(quota))
+        index = within + quota.table(out.device).offsets[owner]
+        out.index_add_(0, index, values * weight)
+        twice = (index.diff() <= 0) & (values[1:] != 0)
+        return wrong | twice.any() | ~torch.isfinite(values).all()
+
+
+def _body_words(quota: Quota) -> int:
+    """A float32 and a place for each entry."""
+    return quota.total + Code.of(quota).words
+
+
+def _clipped(grad: Tensor, layout: Layout, most: float) -> Tensor:
+    """Every tensor with a norm of at most `most`, [N]."""
+    parts = [slot.of(grad) for slot in layout]
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    scales = (most / norms).clamp_(max=1).float()
+    return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)])
