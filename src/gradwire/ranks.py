@@ -35,10 +35,12 @@ class Ranks:
     `rooms` says how many elements of each tensor fit, None all of them.
     """
 
-    def __init__(self, compressor: Any, layout: Layout, world_size: int = 1, planned: bool = False) -> None:
+    def __init__(
+        self, compressor: Any, layout: Layout, world_size: int = 1, planned: bool = False, device: torch.device = CPU
+    ) -> None:
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
         stateless = isinstance(compressor, Sum)
-        self.states = [None if stateless else compressor.init(layout, CPU) for _ in range(world_size)]
+        self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
         self.rooms: tuple[int, ...] | None = None
         self.needs_room = isinstance(compressor, Gather) and compressor.needs_room
         self.planned = planned and self.needs_room
@@ -81,7 +83,7 @@ class Ranks:
             self.compressor.encode(grad.clone(), moment, state, replace(context, rank=rank))
             for rank, (grad, moment, state) in every
         ]
-        out = torch.full((self.layout.numel,), torch.nan)  # whatever lies there must not matter
+        out = torch.full_like(grads[0], torch.nan)  # whatever lies there must not matter
         arrival = self.compressor.decode(torch.stack([message.data for message in sent]), out, context)
         n_bytes = sent[0].data.numel() * WORD_BYTES
         if context.dense:

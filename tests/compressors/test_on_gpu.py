@@ -1,0 +1,43 @@
+"""Every method on a GPU: the means, bytes and states of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compressors.rows import ROWS
+from compressors.test_contract import LAYOUT, gradient
+from gradwire.compressors import MomentumDCT, PowerSGD, Sum
+from gradwire.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_gpu_does_what_the_cpu_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, but for methods with matrix products and for sums in half precision."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    compressor = ROWS[name].compressor
+    rounds = isinstance(compressor, PowerSGD | MomentumDCT | Sum)
+    cpu, gpu = (Ranks(compressor, LAYOUT, 2, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    for step in range(4):
+        grads = [gradient(step, rank) for rank in range(2)]
+        wanted, found = cpu(grads), gpu([grad.cuda() for grad in grads], [grad.square().cuda() / 4 for grad in grads])
+        assert found.n_bytes == wanted.n_bytes
+        tolerance = {"rtol": 1e-2, "atol": 1e-3} if rounds else {"rtol": 0.0, "atol": 0.0}
+        torch.testing.assert_close(found.mean.cpu(), wanted.mean, **tolerance)
+        for ours, theirs in zip(gpu.snapshot(), cpu.snapshot(), strict=True):
+            for one, two in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one.cpu(), two, **tolerance)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_bad_value_on_a_gpu(name: str) -> None:
+    ranks = Ranks(ROWS[name].compressor, LAYOUT, 2, device=torch.device("cuda"))
+    grads = [gradient(0, rank).cuda() for rank in range(2)]
+    grads[1][7] = torch.nan
+    done = ranks(grads)
+    assert not done.finite
+    for undo in done.undo:
+        undo()
+    assert all(bool(torch.isfinite(tensor).all()) for state in ranks.snapshot() for tensor in state)
