@@ -12,6 +12,7 @@ import pytest
 from benchmarks import report
 from benchmarks.__main__ import COLUMNS, SUITES
 from benchmarks.overlap_gpu import Kernel, Mark, Span, inside, spans_of
+from gradwire import compressors
 from gradwire.train.demo import METHODS
 
 ROOT = Path(__file__).parent.parent
@@ -57,6 +58,13 @@ def test_a_readme_without_the_markers_is_not_written_over(remake):
 def test_the_page_of_performance_shows_what_the_csvs_hold():
     text = report.PAGE.read_text(encoding="utf-8")
     assert text == report.render(text), "python -m benchmarks docs"
+
+
+def test_the_page_of_methods_shows_what_the_csv_holds_and_names_every_method():
+    text = report.METHODS_PAGE.read_text(encoding="utf-8")
+    assert text == report.render_methods(text), "python -m benchmarks docs"
+    told = text.partition("## One by one")[2]
+    assert all(f"**`{name}" in told for name in compressors.METHODS)
 
 
 @pytest.mark.parametrize("suite", SUITES)

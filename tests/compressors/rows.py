@@ -20,6 +20,7 @@ class Row:
     unbiased: the mean over many steps of one gradient, sent from a fresh state each time, is the gradient.
     odd: decode(encode(-g)) = -decode(encode(g)), bit for bit.
     learns: trains the small network of scenes.py by SGD; False where its steps are of another size.
+    momentum, lr: of that SGD.
     """
 
     compressor: Any
@@ -30,6 +31,8 @@ class Row:
     unbiased: bool = False
     odd: bool = True
     learns: bool = True
+    momentum: float = 0.9
+    lr: float = 0.05
 
 
 # VGC's own row says what the suite needs; its tests by the specification are in test_vgc.py.
@@ -62,7 +65,12 @@ ROWS: dict[str, Row] = {
     "topk": Row(TopK(), conserves=0.0, error=(0.8, 0.98), bits=0.406),
     "topk exact": Row(TopK(ratio=20, exact=True), conserves=0.0, error=(0.6, 0.9), bits=1.92),
     "topk dgc": Row(
-        TopK(momentum=0.3, clip=4.0, warmup=4), why="the velocity goes into r and leaves it", error=(0.3, 0.9), bits=9.0
+        TopK(density=0.05, momentum=0.9, clip=4.0, warmup=4),
+        why="the velocity goes into r and leaves it",
+        error=(0.3, 0.9),
+        bits=9.0,
+        momentum=0.0,
+        lr=0.3,
     ),
     "vgc": Row(VGC(alpha=1.0), why="rounding is dropped", error=(0.05, 0.5), bits=12),
     "vgc feedback": Row(VGC(alpha=1.0, feedback=True), conserves=0.0, error=(0.05, 0.5), bits=12),
