@@ -1,6 +1,7 @@
-"""docs/performance.md and its pictures from the committed results: `python -m benchmarks docs`.
+"""The docs' tables and pictures from the committed results: `python -m benchmarks docs`.
 
-The page's text is written by hand; between two markers of a suite stands what this program makes of its CSV.
+The pages' text is written by hand; between two markers stands what this program makes of the CSVs: the rows of the
+methods in docs/methods.md, all others in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import csv
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks import timeline
+from benchmarks import report_methods, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md", ROOT / "docs" / "figures"
+RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+PAGE, METHODS_PAGE = ROOT / "docs" / "performance.md", ROOT / "docs" / "methods.md"
 SUITES = ("gpu", "cpu")
+METHODS = {"methods_cpu": report_methods.tables, "oracles_cpu": report_methods.oracles}  # on a page of their own
 Row = dict[str, str]
 
 
@@ -25,8 +28,9 @@ def read(suite: str) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def markers(suite: str) -> tuple[str, str]:
-    return f"<!-- {suite}:begin -->\n", f"<!-- {suite}:end -->\n"
+def of_parts(suite: str) -> list[Row]:
+    """The rows of docs/performance.md."""
+    return [row for row in read(suite) if row["benchmark"] not in METHODS]
 
 
 def table(rows: list[Row]) -> str:
@@ -71,22 +75,35 @@ def picture(suite: str, rows: list[Row]) -> str:
     return f"![{suite}](figures/performance_{suite}.svg)\n"
 
 
+def between(text: str, name: str, block: str) -> str:
+    """A page with the block of that name written anew."""
+    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"the page does not have the lines {begin.strip()} and {end.strip()}, in this order")
+    return before + begin + block + end + after
+
+
 def render(text: str) -> str:
-    """The page with the block of every suite written anew."""
+    """docs/performance.md with the block of every suite written anew."""
     for suite in SUITES:
-        begin, end = markers(suite)
-        before, _, rest = text.partition(begin)
-        _, found, after = rest.partition(end)
-        if not found:
-            raise SystemExit(f"{PAGE.name} does not have the lines {begin.strip()} and {end.strip()}, in this order")
-        rows = read(suite)
+        rows = of_parts(suite)
         figure = f"![{suite}](figures/performance_{suite}.svg)\n" if any(row["bar"] for row in rows) else ""
-        text = before + begin + figure + table(rows) + end + after
+        text = between(text, suite, figure + table(rows))
+    return text
+
+
+def render_methods(text: str) -> str:
+    """docs/methods.md with its tables written anew."""
+    for benchmark, make in METHODS.items():
+        text = between(text, benchmark, make([row for row in read("cpu") if row["benchmark"] == benchmark]))
     return text
 
 
 def write() -> None:
     for suite in SUITES:
-        picture(suite, read(suite))
+        picture(suite, of_parts(suite))
     timeline.draw(RESULTS / "overlap.csv", FIGURES / "overlap.svg")
-    PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page, renew in ((PAGE, render), (METHODS_PAGE, render_methods)):
+        page.write_text(renew(page.read_text(encoding="utf-8")), encoding="utf-8")
