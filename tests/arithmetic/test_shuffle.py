@@ -24,7 +24,7 @@ def test_all_of_a_tensor_is_a_permutation(numel: int) -> None:
 def test_the_very_places() -> None:
     """Another machine, device or version must draw these."""
     assert places(1000, 0.005) == [673, 39, 228, 254, 429]
-    assert places(1 << 30, 4e-9, seed=7, step=9) == [887765990, 340034875, 982325362, 906929934, 433422529]
+    assert places(1 << 30, 5e-9, seed=7, step=9) == [887765990, 340034875, 982325362, 906929934, 433422529]
 
 
 def test_seed_step_and_name_matter() -> None:
@@ -37,7 +37,7 @@ def test_buckets_do_not_matter() -> None:
     together, tensor = chosen(3, 4, Quota.of(layout, 0.2), CPU)
     apart = [place + slot.offset for slot in layout if slot.numel for place in places(slot.numel, 0.2, 3, 4, slot.name)]
     assert together.tolist() == apart
-    assert tensor.tolist() == [0] * 20 + [2] * 13 + [3]
+    assert tensor.tolist() == [0] * 20 + [2] * 12 + [3]
 
 
 def test_every_place_and_every_pair_is_as_likely() -> None:

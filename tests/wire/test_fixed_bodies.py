@@ -104,7 +104,7 @@ def read_votes(body: Bits) -> Elements:
 
 
 def read_topk(body: Bits) -> Elements:
-    counts = [max(1, math.ceil(slot.numel / 16)) for slot in LAYOUT]
+    counts = [max(1, slot.numel // 16) for slot in LAYOUT]
     values = [[body.float32() for _ in range(k)] for k in counts]
     low = [int(math.log2(slot.numel / k)) for slot, k in zip(LAYOUT, counts, strict=True)]
     lows = [[body.take(bits) for _ in range(k)] for bits, k in zip(low, counts, strict=True)]

@@ -26,7 +26,7 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Quota:
-    """k = max(1, ceil(density n)) entries for a tensor of n elements."""
+    """k = max(1, floor(density n)) entries for a tensor of n elements."""
 
     layout: Layout
     counts: tuple[int, ...]  # [K]
@@ -72,4 +72,4 @@ def check_density(method: str, density: float) -> None:
 @lru_cache(maxsize=256)  # buckets, in some steps
 def _quota(layout: Layout, density: float) -> Quota:
     share = Fraction(str(density))  # as it is written: 0.07 of 100 elements are 7, though 0.07 * 100 > 7
-    return Quota(layout, tuple(min(slot.numel, max(1, math.ceil(share * slot.numel))) for slot in layout))
+    return Quota(layout, tuple(min(slot.numel, max(1, math.floor(share * slot.numel))) for slot in layout))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.arithmetic.finite import sifted
 from gradwire.compressors.base import Arrival, Context, Message
 from gradwire.layout import Layout
 from gradwire.wire import header
@@ -61,8 +62,8 @@ class Fixed:
         return lambda: None
 
     def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
-        good, finite = _clean(grad)
-        good = context.only(good)
+        good, finite = sifted(grad)
+        good = good.clone() if good is grad and context.active is None else context.only(good)
         if context.dense:
             nothing = torch.empty(0, dtype=torch.int32, device=grad.device)
             body = Body(nothing, good.new_zeros(()), self.accumulate(good, state, context))
@@ -104,14 +105,3 @@ class Fixed:
     def _shape(self, context: Context) -> header.Shape:
         room = 0 if context.dense else self.body_words(context.layout)
         return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
-
-
-def _clean(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(a copy with zeros for values that are not finite, bool [] whether there were none)."""
-    if grad.device.type == "cpu" and grad.numel():
-        # almost always all are: the extremes tell, NaN included; 1 ms instead of 8 for 2.6 M elements, one EPYC core
-        finite = torch.isfinite(torch.stack(torch.aminmax(grad))).all()
-        if finite:
-            return grad.clone(), finite
-    each = torch.isfinite(grad)
-    return torch.where(each, grad, 0.0), each.all()

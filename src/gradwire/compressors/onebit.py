@@ -19,9 +19,9 @@ from gradwire.wire import fields
 
 @dataclass(frozen=True)
 class OneBit(Held, Fixed):
-    """One bit an element and two values a column: p = r + g; r = p - sent;
+    """Sends the sign of every element and two values a column: the means of its positive and of its negative ones.
 
-    sent = the mean of the column's p >= 0 where p >= 0, the mean of its p < 0 elsewhere.
+    p = r + g; sent = the mean of the column's p >= 0 where p >= 0, the mean of its p < 0 elsewhere; r = p - sent.
 
     A column is what belongs to one output unit: a row of torch's weight [O, ...]; a vector or a scalar is one column.
     On the wire: 1 bit an element and 64 bits a column, so 1 + 64 / L bits an element for columns of L: 1.02 for a 3x3

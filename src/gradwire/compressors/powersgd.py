@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic import draws
+from gradwire.arithmetic.finite import sifted
 from gradwire.compressors.base import SAME, Context, Outcome
 from gradwire.compressors.held import Held, Residual
 from gradwire.layout import Layout, Slot
@@ -29,8 +30,9 @@ class Warm(Residual):
 
 @dataclass(frozen=True)
 class PowerSGD(Held):
-    """One power iteration on every matrix M = r + g [O, I]; mean: over the workers, Q': the last step's.
+    """Sums two thin matrices in place of every matrix M = r + g [O, I], found by one power iteration.
 
+    Q' is the last step's, means are over the workers:
         P = orthonormal(mean M Q')    Q = mean M^T P    decoded P Q^T    r = M - P Q^T
 
     rank: columns of P and Q; a tensor of more than two dimensions is the matrix [first, all others].
@@ -67,7 +69,7 @@ class PowerSGD(Held):
         r is M from the start. If a sum is not finite, Q = 0: nothing is taken from r, and the basis stays.
         """
         layout = context.layout
-        good, is_good = _sifted(context.only(grad))
+        good, is_good = sifted(context.only(grad))
         state.residual.add_(good)
         whole, out = ([slot.of(flat) for slot in layout] for flat in (state.residual, grad))
         thin = {k: slot for k, slot in enumerate(layout) if self._is_thin(slot)}
@@ -120,15 +122,6 @@ class PowerSGD(Held):
         size, angle = draws.uniform(self.seed, step, Slot(slot.name, 0, (2, *shape)), device).double().view(2, *shape)
         drawn: Tensor = size.neg().log1p().mul(-2).sqrt() * angle.mul(2 * math.pi).cos()
         return drawn.float()
-
-
-def _sifted(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient with zeros where it is not finite, and bool []: whether it is finite everywhere."""
-    everywhere = torch.isfinite(grad.sum())
-    if grad.device.type == "cpu" and everywhere:  # one pass instead of four, and on a CPU nobody waits for the answer
-        return grad, everywhere
-    finite = torch.isfinite(grad)
-    return torch.where(finite, grad, 0.0), finite.all()
 
 
 def _by_columns(rows: Tensor, matrix: Tensor) -> Tensor:

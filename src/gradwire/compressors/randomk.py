@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradwire.arithmetic.finite import sifted
 from gradwire.arithmetic.quota import Quota, check_density
 from gradwire.arithmetic.shuffle import chosen
 from gradwire.compressors.base import Context, Outcome
@@ -16,7 +17,7 @@ from gradwire.compressors.held import Held, Residual
 
 @dataclass(frozen=True)
 class RandomK(Held):
-    """Sums k = max(1, ceil(density n)) elements of every tensor over the ranks: r += g, sent r[places], r[places] = 0.
+    """Sums k = max(1, floor(density n)) elements of every tensor over the ranks: r += g, sent r[places], r[places] = 0.
 
     The places are drawn from (seed, step, name), so that all ranks know them and none is sent.
 
@@ -31,17 +32,16 @@ class RandomK(Held):
 
     def rounds(self, grad: Tensor, state: Residual, context: Context) -> Generator[Tensor, Tensor, Outcome]:
         quota = Quota.of(context.layout, self.density)
-        given = context.only(grad)
-        finite = torch.isfinite(given)
-        state.residual += torch.where(finite, given, 0.0)
+        good, finite = sifted(context.only(grad))
+        state.residual += good
         places, tensor = chosen(self.seed, context.step, quota, grad.device)
         values, counts = state.residual[places], quota.table(grad.device).counts
         if context.active is not None:
             values, counts = torch.where(context.active[tensor], values, 0.0), counts * context.active
         state.residual.index_add_(0, places, values, alpha=-1)
-        bad = torch.where(finite.all(), 0.0, torch.nan)  # wherever it is, every rank must know
-        total = yield torch.cat([values / context.world_size, bad[None]])
-        mean = torch.zeros_like(grad).index_copy_(0, places, total[:-1])
+        # wherever the bad value is, every rank must know
+        total = yield torch.where(finite, values / context.world_size, torch.nan)
+        mean = torch.zeros_like(grad).index_copy_(0, places, total)
 
         def undo() -> None:
             state.residual.index_add_(0, places, values)

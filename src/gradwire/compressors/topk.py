@@ -33,7 +33,7 @@ class Velocity(Residual):
 
 @dataclass(frozen=True)
 class TopK(Held, Fixed):
-    """Sends the k = max(1, ceil(density n)) largest |r| of every tensor as float32 with their places: r += g.
+    """Sends the k = max(1, floor(density n)) largest |r| of every tensor as float32 with their places: r += g.
 
     With a momentum m: u = m u + g, r += u, and u = r = 0 where an element is sent.
 
