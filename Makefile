@@ -8,9 +8,9 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes, a file at a time to each: tests with several workers share the cores anyway.
+# Two processes; the one that is done first takes over from the other. Tests with several workers share the cores anyway.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist worksteal
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -32,7 +32,7 @@ docs-demo: $(VENV)/.demo
 
 # One stamp for each set of extras, so that the demo does not wait for the test tools.
 $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[$*]'
 	touch $@
 
 $(BIN)/python:

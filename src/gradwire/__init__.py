@@ -2,6 +2,8 @@
 
 __version__ = "0.1.0"
 
+from typing import TYPE_CHECKING, Any
+
 from gradwire.checkpoint import reshard
 from gradwire.compressors import (
     BF16,
@@ -23,7 +25,9 @@ from gradwire.compressors import (
 )
 from gradwire.handle import Wire, attach
 from gradwire.moments import per_sample
-from gradwire.sharded import load, save
+
+if TYPE_CHECKING:
+    from gradwire.sharded import load, save
 
 __all__ = [
     "BF16",
@@ -50,3 +54,12 @@ __all__ = [
     "reshard",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`save` and `load` when they are asked for: torch.distributed.checkpoint takes half a second to import."""
+    if name in ("load", "save"):
+        from gradwire import sharded
+
+        return getattr(sharded, name)
+    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

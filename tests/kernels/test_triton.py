@@ -1,14 +1,16 @@
 """The Triton kernels against the reference, bit for bit: in Triton's interpreter, and on a GPU where there is one.
 
-The interpreter is chosen when Triton is imported, so every case runs in a process of its own: this file, as a script.
+The interpreter is chosen when Triton is imported, so the cases run in another process: this file, as a script.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from gradwire.kernels import CHUNK, Rule, Selection, reference
 from gradwire.layout import Layout
 from gradwire.wire import words as wire_words
 
+GOOD = "good"
 RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
 
@@ -206,7 +209,8 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def interpreted(case: str) -> None:
+def serve() -> None:
+    """Interprets the kernels for the cases that are named on the standard input, one a line."""
     import interpreter
 
     from gradwire.kernels import gpu_compact, gpu_decode, gpu_directory, gpu_unpack
@@ -216,20 +220,35 @@ def interpreted(case: str) -> None:
     gpu_decode.TILE, gpu_decode.ADDED, gpu_decode.SEARCHED = 256, 16, 4
     gpu_compact.FOUND, gpu_unpack.PART = 4, 2
     gpu_directory.SMALL, gpu_directory.ADDED = 64, 2
-    CASES[case]("cpu")
+    for line in sys.stdin:
+        torch.manual_seed(0)
+        try:
+            CASES[line.strip()]("cpu")
+            answer = GOOD
+        except BaseException:
+            answer = json.dumps(traceback.format_exc())
+        print(answer, flush=True)
+
+
+@pytest.fixture(scope="module")
+def interpreting() -> Iterator[subprocess.Popen[str]]:
+    """A process for all cases: importing torch takes longer than some of them."""
+    pytest.importorskip("triton")
+    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
+    command = [sys.executable, "-W", "ignore", __file__]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
+        yield process
+        process.stdin.close()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(case: str) -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, case],
-        env=os.environ
-        | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_interpreted(case: str, interpreting: subprocess.Popen[str]) -> None:
+    interpreting.stdin.write(f"{case}\n")
+    interpreting.stdin.flush()
+    answer = interpreting.stdout.readline().strip()
+    assert answer == GOOD, json.loads(answer or '"the process died"')[-3000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -239,4 +258,4 @@ def test_on_gpu(case: str) -> None:
 
 
 if __name__ == "__main__":
-    interpreted(sys.argv[1])
+    serve()

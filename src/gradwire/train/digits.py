@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from gradwire.train import classify
 from gradwire.train.errors import InputError
 from gradwire.train.task import Defaults, Schedule, Share, Task, TaskKind
 
+Array = np.ndarray[Any, Any]
 SPLIT_SEED = 0  # the split is part of the task, not of the run: every --seed is measured on the same 360 digits
 HIDDEN = 256
 
@@ -65,15 +68,27 @@ def split(targets: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, 
     return by_class[~is_test], by_class[is_test]
 
 
+def read_digits() -> tuple[Array, Array]:
+    """Pixels float64 [1797, 64] and classes int64 [1797], out of scikit-learn's folder.
+
+    Its `load_digits` reads the same file, but importing it takes a second, in every worker.
+    """
+    package = importlib.util.find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise InputError("task digits needs scikit-learn, which is missing: pip install scikit-learn")
+    path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    try:
+        table = np.loadtxt(path, delimiter=",")
+    except OSError as error:
+        raise InputError(f"this scikit-learn has no {path.name}: pip install 'scikit-learn>=1.3'") from error
+    return table[:, :-1], table[:, -1].astype(np.int64)
+
+
 def open_digits(data: Path | None) -> Task:
     """Read the digits out of scikit-learn; `--data` has no meaning here."""
     if data is not None:
         raise InputError(f"task digits reads its data from scikit-learn and takes no --data (got {data}): leave it out")
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise InputError("task digits needs scikit-learn, which is missing: pip install scikit-learn") from error
-    images, labels = load_digits(return_X_y=True)
+    images, labels = read_digits()
     train, test = split(labels)
     inputs, targets = torch.from_numpy(images).float(), torch.from_numpy(labels).long()
     mean, deviation = inputs[train].mean(dim=0), inputs[train].std(dim=0).clamp(min=1.0)  # border pixels are always 0
