@@ -8,9 +8,10 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes; the one that is done first takes over from the other. Tests with several workers share the cores anyway.
+# Two processes, a file at a time to each, the longest first (tests/conftest.py). Tests with several workers share the
+# cores anyway.
 test: lint
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

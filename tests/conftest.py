@@ -22,6 +22,25 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         warm.compile_kernels()
 
 
+# seconds, roughly, of the files that take longest: one that begins last would be waited for
+LONGEST = {
+    "train/test_train_resume.py": 150,
+    "train/test_train_command.py": 140,
+    "kernels/test_triton.py": 110,
+    "train/test_train_interrupt.py": 60,
+    "compressors/test_workers.py": 50,
+    "test_checkpoint.py": 48,
+    "test_refusals.py": 42,
+    "test_ddp.py": 33,
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: -LONGEST.get(item.path.relative_to(here).as_posix(), 0))
+
+
 @pytest.fixture(scope="session")
 def spawn() -> Iterator[Pool]:
     """spawn(n, function, *args): runs it in n real Gloo processes and returns the results by rank."""

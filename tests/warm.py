@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import torch
 from torch import nn
 
@@ -13,16 +16,32 @@ from gradwire.ranks import Ranks
 
 
 def compile_kernels() -> None:
+    """In two processes: half a minute of compiling in a fresh checkout."""
+    half = subprocess.Popen([sys.executable, __file__])
+    compile_moments()
+    compile_methods(0)
+    half.wait()
+
+
+def compile_methods(begin: int) -> None:
+    """Every second method from `begin` on."""
     layout = Layout.of([("weight", (50, 40)), ("bias", (40,))])
     words = [VGC(alpha=1.0, wire="words"), VGC(alpha=1.0, tau=0.1, wire="words"), VGC(alpha=1.0, tau=0.1)]
-    for compressor in [*words, *(row.compressor for row in ROWS.values())]:
+    for compressor in [*words, *(row.compressor for row in ROWS.values())][begin::2]:
         ranks = Ranks(compressor, layout, 2)
         for rooms in (None, (500, 10)):
             ranks.rooms = rooms
             for undo in ranks([torch.randn(layout.numel) for _ in range(2)]).undo:
                 undo()
+
+
+def compile_moments() -> None:
     normed = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GroupNorm(2, 8), nn.Flatten(2), nn.Linear(36, 5))
     model = nn.Sequential(normed, nn.LayerNorm(5), nn.RMSNorm(5))
     recorder = Recorder(model, dict(model.named_parameters()))
     model(torch.randn(16, 3, 8, 8)).square().sum().backward()
     recorder.remove()
+
+
+if __name__ == "__main__":
+    compile_methods(1)

@@ -17,7 +17,7 @@ from gradwire.train.run_directory import is_locked
 
 pytestmark = pytest.mark.slow
 
-EPOCHS = 6
+EPOCHS = 4
 OPTIONS = ("train", "--task", "digits", "--optimizer", "adam", "--save-every", "8", "--seed", "1")
 
 
