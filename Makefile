@@ -8,10 +8,9 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes, a file at a time to each, the longest first (tests/conftest.py). Tests with several workers share the
-# cores anyway.
+# Two processes: one takes all tests that start workers of their own, the other the rest (tests/conftest.py).
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

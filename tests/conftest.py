@@ -22,23 +22,23 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         warm.compile_kernels()
 
 
-# seconds, roughly, of the files that take longest: one that begins last would be waited for
-LONGEST = {
-    "train/test_train_resume.py": 150,
-    "train/test_train_command.py": 140,
-    "kernels/test_triton.py": 110,
-    "train/test_train_interrupt.py": 60,
-    "compressors/test_workers.py": 50,
-    "test_checkpoint.py": 48,
-    "test_refusals.py": 42,
-    "test_ddp.py": 33,
-}
-
-
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """Tests that start workers of their own go to one process, first; all others file by file.
+
+    Two of them at a time on two cores take longer than one after the other.
+    """
     here = Path(__file__).parent
-    items.sort(key=lambda item: -LONGEST.get(item.path.relative_to(here).as_posix(), 0))
+    groups = {item: _group(item, here) for item in items}
+    items.sort(key=lambda item: groups[item] != "workers")
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item]))
+
+
+def _group(item: pytest.Item, here: Path) -> str:
+    path = item.path.relative_to(here).as_posix()
+    alone = path.startswith("train/") and path != "train/test_methods_command.py"
+    return "workers" if alone or "spawn" in getattr(item, "fixturenames", ()) else path
 
 
 @pytest.fixture(scope="session")
