@@ -8,9 +8,9 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes: one takes all tests that start workers of their own, the other the rest (tests/conftest.py).
+# Two processes, a file at a time to each: tests with several workers share the cores anyway.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
