@@ -8,9 +8,11 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes, a file at a time to each: tests with several workers share the cores anyway.
+# Two processes, a file at a time to each; then what trains from the command line, alone: four workers on two cores beside
+# other tests take three times as long.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/train
+	$(BIN)/pytest tests/train
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

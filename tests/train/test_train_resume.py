@@ -69,13 +69,6 @@ def test_vgc_goes_on_bit_for_bit_after_a_kill(killed: Path, tmp_path: Path) -> N
     go_on_and_compare("vgc:alpha=1", broken, tmp_path / "whole")
 
 
-def test_dense_goes_on_bit_for_bit_after_its_launcher_was_killed(tmp_path: Path) -> None:
-    """The workers must notice that they are alone, and end: nobody else may write while the run goes on."""
-    broken = tmp_path / "broken"
-    run_and_kill(options("dense", broken), broken, launcher_only=True)
-    go_on_and_compare("dense", broken, tmp_path / "whole")
-
-
 def go_on_and_compare(compressor: str, broken: Path, whole: Path) -> None:
     stopped = load_training(broken)["standing"]
     assert 48 < stopped["step"] < EPOCHS * 44, "killed in the middle"
