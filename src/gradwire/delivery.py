@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Arrival, Context, Gather, Outcome, Rounds, State, Stateful, tensors
+from gradwire.compressors.base import Arrival, Context, Gather, Outcome, Rounds, State, Stateful, needs_room, tensors
 from gradwire.compressors.held import everything
 from gradwire.exchange import Courier, Flight
 from gradwire.layout import Layout
@@ -116,8 +116,7 @@ class Delivery:
 
     def _context(self, compressor: Stateful, step: Step, parcel: Parcel) -> Context:
         layout = parcel.bucket.layout
-        room = isinstance(compressor, Gather) and compressor.needs_room
-        capacity = self._capacity.of(layout, step.plan) if room else ()
+        capacity = self._capacity.of(layout, step.plan) if needs_room(compressor) else ()
         courier, dense = self._courier, step.plan.dense
         return Context(layout, step.number, capacity, parcel.active, courier.world_size, dense, courier.rank)
 

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Compressor, Gather, Rounds, Sum
+from gradwire.compressors.base import Compressor, Gather, Rounds, Sum, holds_back, needs_room
 from gradwire.compressors.dense import Dense
 from gradwire.delivery import Delivery, Parcel, Step
 from gradwire.errors import GradwireError
@@ -95,7 +95,7 @@ class Link:
         if not isinstance(compressor, Sum) and delivery is None:
             delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
         self.recorder, self._delivery = recorder, delivery  # nothing can fail from here on
-        if not _holds_back(compressor) and _holds_back(self._compressor) and self.store.residuals():
+        if not holds_back(compressor) and holds_back(self._compressor) and self.store.residuals():
             self._next = compressor
         else:
             self._install(compressor)
@@ -112,11 +112,11 @@ class Link:
         if not compressor.needs_moments and self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
-        if not _holds_back(compressor):
+        if not holds_back(compressor):
             self.store.prune()
-        if not _needs_room(compressor):
+        if not needs_room(compressor):
             self.capacity.passed.clear()
-        self.unused.watch(self.parameters if _holds_back(compressor) and self.recorder is None else {})
+        self.unused.watch(self.parameters if holds_back(compressor) and self.recorder is None else {})
         self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
 
     def close(self) -> None:
@@ -268,14 +268,6 @@ class Link:
             return reduced if reduced is buffer else buffer.copy_(reduced)
 
         return work.get_future().then(arrived)  # type: ignore[no-any-return]
-
-
-def _holds_back(compressor: Compressor) -> bool:
-    return not isinstance(compressor, Sum) and compressor.holds_back
-
-
-def _needs_room(compressor: Compressor) -> bool:
-    return isinstance(compressor, Gather) and compressor.needs_room
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

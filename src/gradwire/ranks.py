@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Context, Gather, Outcome, Rounds, Sum, tensors
+from gradwire.compressors.base import Context, Outcome, Rounds, Sum, needs_room, tensors
 from gradwire.compressors.held import everything
 from gradwire.layout import Layout
 
@@ -42,7 +42,7 @@ class Ranks:
         stateless = isinstance(compressor, Sum)
         self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
         self.rooms: tuple[int, ...] | None = None
-        self.needs_room = isinstance(compressor, Gather) and compressor.needs_room
+        self.needs_room = needs_room(compressor)
         self.planned = planned and self.needs_room
         numels = {slot.name: slot.numel for slot in layout}
         self.capacity = Capacity(WORD_BYTES * layout.numel, world_size, numels)
@@ -102,16 +102,7 @@ class Ranks:
             else self.compressor.rounds(grad.clone(), state, context)
             for grad, state in zip(grads, self.states, strict=True)
         ]
-        said, n_bytes = [next(talk) for talk in talks], 0
-        outcomes: list[Outcome] = []
-        while not outcomes:
-            n_bytes += said[0].numel() * said[0].element_size()
-            total = torch.stack(said).sum(0)
-            for number, talk in enumerate(talks):
-                try:
-                    said[number] = talk.send(total.clone())
-                except StopIteration as end:
-                    outcomes.append(end.value)
+        outcomes, n_bytes = converse(talks)
         first = outcomes[0]
         assert all(torch.equal(one.mean, first.mean) for one in outcomes) or not bool(first.finite)
         return Done(first.mean, bool(first.finite), n_bytes, [one.undo for one in outcomes])
@@ -124,3 +115,18 @@ class Ranks:
     def snapshot(self) -> list[list[Tensor]]:
         """A copy of every worker's state."""
         return [[] if state is None else [tensor.clone() for tensor in tensors(state)] for state in self.states]
+
+
+def converse(talks: Sequence[Generator[Tensor, Tensor, Outcome]]) -> tuple[list[Outcome], int]:
+    """The rounds of all workers, sum by sum, and the bytes that one of them gave to the sums."""
+    said, n_bytes = [next(talk) for talk in talks], 0
+    outcomes: list[Outcome] = []
+    while not outcomes:
+        n_bytes += said[0].numel() * said[0].element_size()
+        total = torch.stack(said).sum(0)
+        for number, talk in enumerate(talks):
+            try:
+                said[number] = talk.send(total.clone())
+            except StopIteration as end:
+                outcomes.append(end.value)
+    return outcomes, n_bytes

@@ -7,21 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.ranks import Ranks
 from compressors.test_contract import resealed
+from compressors.uneven import LAYOUT, N, gradient
 from gradwire import AdaComp
 from gradwire.errors import MessageError
 from gradwire.kernels import reference
 from gradwire.layout import Layout
-
-SHAPES: list[tuple[int, ...]] = [(33,), (), (1,), (7, 10), (0,), (4, 3, 3, 3), (20, 31)]
-LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))
-N = LAYOUT.numel
-
-
-def gradient(step: int, rank: int = 0) -> Tensor:
-    random = np.random.default_rng([step, rank])
-    return torch.tensor(random.normal(0, 1, N) * 10.0 ** random.uniform(-2, 0, N), dtype=torch.float32)
+from gradwire.ranks import Ranks
 
 
 class Worker:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import gradwire
-from compressors.ranks import Ranks
 from compressors.rows import ROWS, Row
 from gradwire import BF16, FP16, Dense
 from gradwire.compressors import METHODS, Sum, from_spec, to_spec
@@ -20,6 +19,7 @@ from gradwire.compressors.base import powers, tensors
 from gradwire.errors import MessageError
 from gradwire.kernels import reference
 from gradwire.layout import Layout
+from gradwire.ranks import Ranks
 
 SHAPES: list[tuple[int, ...]] = [(16, 24), (31,), (), (3, 5, 7), (1,), (33, 2), (24,), (40, 30)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.ranks import Ranks
 from compressors.test_contract import resealed
 from gradwire import FP8
 from gradwire.compressors import fp8
 from gradwire.errors import MessageError
 from gradwire.layout import Layout
+from gradwire.ranks import Ranks
 
 SHAPES: list[tuple[int, ...]] = [(33,), (4, 9), (), (0,), (65,), (70, 1001)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import gradwire
-from compressors.ranks import CPU, Ranks
 from gradwire import PowerSGD, from_spec
 from gradwire.layout import Layout
+from gradwire.ranks import CPU, Ranks, converse
 from gradwire.store import Store
 
 SHAPES: list[tuple[int, ...]] = [(20, 30), (30,), (8, 3, 3, 3), (), (6, 5), (64, 48)]
@@ -135,28 +135,14 @@ def test_three_workers_lose_nothing_together(uneven: bool) -> None:
             gradwire.compressors.Context(LAYOUT, step, (), None if bool(mask.all()) else mask, 3) for mask in active
         ]
         talks = [method.rounds(g.clone(), s, c) for g, s, c in zip(grads, states, contexts, strict=True)]
-        mean = conversation(talks)
+        outcomes, _ = converse(talks)
+        mean = outcomes[0].mean
+        assert all(torch.equal(one.mean, mean) and bool(one.finite) for one in outcomes)
         total = sum(state.residual.double() + mean for state in states)
         expected = sum(old.double() + grad for old, grad in zip(before, grads, strict=True))
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)
         assert all(torch.equal(state.basis[n], states[0].basis[n]) for state in states for n in state.basis)
     assert float(states[0].residual.abs().max()) > 0.1
-
-
-def conversation(talks: list[Any]) -> Tensor:
-    """The sums of all workers."""
-    asked = [next(talk) for talk in talks]
-    outcomes: list[Any] = []
-    while not outcomes:
-        total = torch.stack(asked).sum(0)
-        for number, talk in enumerate(talks):
-            try:
-                asked[number] = talk.send(total.clone())
-            except StopIteration as end:
-                outcomes.append(end.value)
-    assert all(torch.equal(one.mean, outcomes[0].mean) for one in outcomes)
-    assert all(bool(one.finite) for one in outcomes)
-    return outcomes[0].mean  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])

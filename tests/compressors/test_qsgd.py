@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from compressors.ranks import Ranks
+from compressors.exchanged import bytes_and_mean
 from gradwire import QSGD
 from gradwire.arithmetic import draws
 from gradwire.compressors import Context, qsgd
 from gradwire.errors import MessageError
 from gradwire.kernels import reference
 from gradwire.layout import Layout
+from gradwire.ranks import Ranks
 from gradwire.wire import fields
 
 CPU = torch.device("cpu")
@@ -75,15 +75,6 @@ def test_compiled_and_plain_are_the_same_bits(monkeypatch, method, n_threads):
     monkeypatch.setattr(qsgd, "compiles", lambda device: False)
     for one, two in zip(compiled, bytes_and_mean(method, grads, layout), strict=True):
         assert torch.equal(one, two)
-
-
-def bytes_and_mean(method: QSGD, grads: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    context, out = Context(layout, 5, world_size=2), torch.full((layout.numel,), torch.nan)
-    every = [method.encode(grad, grad, None, replace(context, rank=rank)) for rank, grad in enumerate(grads)]
-    data = torch.stack([message.data for message in every])
-    method.decode(data, out, context)
-    assert torch.isfinite(out).all()
-    return data, out
 
 
 def test_the_bytes():

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from compressors.ranks import Ranks
 from gradwire import RandomK
 from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import chosen
 from gradwire.compressors import Context
 from gradwire.layout import Layout
+from gradwire.ranks import Ranks
 
 CPU = torch.device("cpu")
 SIZES = [33, 1, 31, 0, 64]

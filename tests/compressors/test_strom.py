@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.ranks import CPU, Ranks
 from gradwire import Strom, from_spec
 from gradwire.compressors.base import powers, tensors
 from gradwire.kernels import reference
 from gradwire.layout import Layout
+from gradwire.ranks import CPU, Ranks
 
 SIZES = [33, 1, 31, 64, 0, 700]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))

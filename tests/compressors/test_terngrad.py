@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from compressors.ranks import Ranks
+from compressors.exchanged import bytes_and_mean
 from gradwire import TernGrad
 from gradwire.arithmetic import draws
 from gradwire.compressors import Context, terngrad
 from gradwire.errors import MessageError
 from gradwire.kernels import reference
 from gradwire.layout import Layout
+from gradwire.ranks import Ranks
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("matrix", (31, 33)), ("empty", (0, 4)), ("scalar", ()), ("vector", (513,)), ("last", (3,))])
@@ -64,15 +63,6 @@ def test_compiled_and_plain_are_the_same_bits(monkeypatch, method, n_threads):
     monkeypatch.setattr(terngrad, "compiles", lambda device: False)
     for one, two in zip(compiled, bytes_and_mean(method, grads, layout), strict=True):
         assert torch.equal(one, two)
-
-
-def bytes_and_mean(method: TernGrad, grads: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:
-    context, out = Context(layout, 5, world_size=2), torch.full((layout.numel,), torch.nan)
-    every = [method.encode(grad, grad, None, replace(context, rank=rank)) for rank, grad in enumerate(grads)]
-    data = torch.stack([message.data for message in every])
-    method.decode(data, out, context)
-    assert torch.isfinite(out).all()
-    return data, out
 
 
 def test_the_bytes():

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.ranks import Ranks
 from gradwire import TopK, from_spec
 from gradwire.compressors import Context
 from gradwire.errors import MessageError
 from gradwire.kernels import reference
 from gradwire.layout import Layout
+from gradwire.ranks import Ranks
 
 SIZES = [33, 1, 31, 64, 0, 7, 500]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))

@@ -172,3 +172,13 @@ class Sum(Protocol):
 
 Stateful = Gather[Any] | Rounds[Any]  # what the courier carries
 Compressor = Stateful | Sum
+
+
+def holds_back(compressor: Compressor) -> bool:
+    """Whether something of a gradient may wait in its state."""
+    return not isinstance(compressor, Sum) and compressor.holds_back
+
+
+def needs_room(compressor: Compressor) -> bool:
+    """Whether its messages are as long as the counts of the step before ask for."""
+    return isinstance(compressor, Gather) and compressor.needs_room

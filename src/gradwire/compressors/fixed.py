@@ -6,6 +6,7 @@ finite, the head and its check, the order of the ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -32,41 +33,39 @@ class Body:
     sent: Tensor | None = None  # integers [K], elements sent of each tensor; None: all of them
 
 
-class Fixed:
-    """A Gather method by three functions: body_words, write and add. With Held or Free for the state."""
+class Fixed(ABC):
+    """A Gather method by three functions: body_words, write and add_all. With Held or Free for the state."""
 
     needs_room: ClassVar[bool] = False
 
+    @abstractmethod
     def body_words(self, layout: Layout) -> int:
         """Length of a body."""
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
         """grad float32 [N], finite, zeros in tensors without a gradient; `context.only` keeps these out of the send.
 
         A tensor of the method's own: it may work in it and keep it.
         """
-        raise NotImplementedError
 
-    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor | None:
-        """out += weight * what a rank's body [words] says.
+    @abstractmethod
+    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+        """out += the mean over the ranks, in their order, of what the bodies [W, words] say.
 
-        The body may hold anything: nothing outside of `out` is touched. Returns bool [] whether it cannot be right,
-        None where every body is.
+        They may hold anything: nothing outside of `out` is touched, and broken [W] tells of those that cannot be right.
         """
-        raise NotImplementedError
 
-    def accumulate(self, grad: Tensor, state: Any, context: Context) -> Callable[[], None]:
-        """In a step in which everything is sent: the gradient goes to what is held back. Returns nothing to undo."""
+    def accumulate(self, grad: Tensor, state: Any, context: Context) -> None:
+        """In a step in which everything is sent: the gradient goes to what is held back."""
         state.residual += grad
-        return lambda: None
 
     def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
         good, finite = sifted(grad)
         good = good.clone() if good is grad and context.active is None else context.only(good)
         if context.dense:
-            nothing = torch.empty(0, dtype=torch.int32, device=grad.device)
-            body = Body(nothing, good.new_zeros(()), self.accumulate(good, state, context))
+            self.accumulate(good, state, context)
+            body = Body(torch.empty(0, dtype=torch.int32, device=grad.device), good.new_zeros(()))
         else:
             body = self.write(good, state, context)
         shape = self._shape(context)
@@ -92,16 +91,21 @@ class Fixed:
             refuse()
         return Arrival((messages[:, 5] & 1).all(), None, problems.any(), refuse)
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
-        """out += the mean of all bodies [W, words]; broken [W]: those that cannot be right."""
-        for rank, body in enumerate(bodies):
-            wrong = self.add(body, out, 1 / len(bodies), context)
-            if wrong is not None:
-                broken[rank] = wrong
-
     def words(self, numel: int, room: int) -> int:
         raise AssertionError("a message of fixed length needs no room")
 
     def _shape(self, context: Context) -> header.Shape:
         room = 0 if context.dense else self.body_words(context.layout)
         return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
+
+
+def rank_by_rank(
+    add: Callable[[Tensor, Tensor, float, Context], Tensor],
+    bodies: Tensor,
+    out: Tensor,
+    broken: Tensor,
+    context: Context,
+) -> None:
+    """add_all by add(body, out, weight, context): out += weight * body, and bool [] whether it cannot be right."""
+    for rank, body in enumerate(bodies):
+        broken[rank] = add(body, out, 1 / len(bodies), context)

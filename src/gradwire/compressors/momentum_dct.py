@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,14 +72,13 @@ class MomentumDCT(Held, Fixed):
 
         return Body(signed(words[:-SPARE]), sent.abs().sum(), undo, tiles.components(self.k, grad.device))
 
-    def accumulate(self, grad: Tensor, state: Residual, context: Context) -> Callable[[], None]:
+    def accumulate(self, grad: Tensor, state: Residual, context: Context) -> None:
         """m = momentum * m + g, where there is a gradient."""
         if context.active is None:
             state.residual *= self.momentum
         else:
             state.residual *= context.layout.spread(torch.where(context.active, self.momentum, 1.0))
         state.residual += grad
-        return lambda: None
 
     def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
         """All ranks' components are added up, in rank order, before the one inverse transform."""

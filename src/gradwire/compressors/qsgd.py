@@ -12,7 +12,7 @@ from gradwire.arithmetic import draws
 from gradwire.arithmetic.compiling import compiles
 from gradwire.arithmetic.groups import Groups, folded, groups_of, largest
 from gradwire.compressors.base import Context
-from gradwire.compressors.fixed import Body, Fixed
+from gradwire.compressors.fixed import Body, Fixed, rank_by_rank
 from gradwire.compressors.held import Free, Nothing
 from gradwire.layout import Layout
 from gradwire.wire import fields
@@ -88,7 +88,7 @@ class QSGD(Free, Fixed):
     def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
         """On a CPU tile by tile, all ranks."""
         if not compiles(out.device):
-            super().add_all(bodies, out, broken, context)
+            rank_by_rank(self.add, bodies, out, broken, context)
             return
         from gradwire.arithmetic import compiled_qsgd
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from gradwire import kernels
 from gradwire.arithmetic.largest import largest
 from gradwire.arithmetic.quota import Quota, check_density
 from gradwire.compressors.base import Context
-from gradwire.compressors.fixed import Body, Fixed
+from gradwire.compressors.fixed import Body, Fixed, rank_by_rank
 from gradwire.compressors.held import Held, Residual
 from gradwire.layout import Layout
 from gradwire.wire import header, places
@@ -101,7 +100,7 @@ class TopK(Held, Fixed):
     def _quota(self, context: Context) -> Quota:
         return Quota.of(context.layout, self.density_of(context.step))
 
-    def accumulate(self, grad: Tensor, state: Any, context: Context) -> Callable[[], None]:
+    def accumulate(self, grad: Tensor, state: Any, context: Context) -> None:
         """u = m u + g; r += u. Tensors without a gradient keep both."""
         if self.clip is not None:
             grad = _clipped(grad, context.layout, self.clip / context.world_size**0.5)
@@ -112,7 +111,6 @@ class TopK(Held, Fixed):
             state.velocity.mul_(kept).add_(grad)
             grad = context.only(state.velocity)
         state.residual += grad
-        return lambda: None
 
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
         quota = self._quota(context)
@@ -134,6 +132,9 @@ class TopK(Held, Fixed):
         within = index - quota.table(grad.device).offsets[owner]
         words = torch.cat([values.view(torch.int32), places.pack(within, owner, Code.of(quota))])
         return Body(words, values.abs().sum(), undo, counts)
+
+    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+        rank_by_rank(self.add, bodies, out, broken, context)
 
     def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor:
         quota = self._quota(context)
