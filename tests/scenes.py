@@ -98,3 +98,18 @@ def train_and_save(directory: Path, n_steps: int) -> dict[str, Any]:
     list(train(model, range(n_steps), sgd(model)))
     gradwire.save(wire, directory)
     return wire.state_dict()
+
+
+def scaled_run(compressor: Any, scales: list[float], n_steps: int) -> tuple[str, dict[str, dict[str, Tensor]]]:
+    """Training under GradScaler("cpu") with a given sequence of scales: the parameters, and what is held."""
+    model = ddp(net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=scales[0])
+    wire = gradwire.attach(model, compressor, scaler=scaler)
+    optimizer = sgd(model)
+    for step in range(n_steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update(scales[(step + 1) % len(scales)])
+    return digest(model.parameters()), wire.state_dict()["parameters"]

@@ -19,9 +19,9 @@ def test_a_gpu_does_what_the_cpu_does(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     compressor = ROWS[name].compressor
     rounds = isinstance(compressor, PowerSGD | MomentumDCT | Sum)
-    cpu, gpu = (Ranks(compressor, LAYOUT, 2, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    cpu, gpu = (Ranks(compressor, LAYOUT, 3, device=torch.device(kind)) for kind in ("cpu", "cuda"))
     for step in range(4):
-        grads = [gradient(step, rank) for rank in range(2)]
+        grads = [gradient(step, rank) for rank in range(3)]
         wanted, found = cpu(grads), gpu([grad.cuda() for grad in grads], [grad.square().cuda() / 4 for grad in grads])
         assert found.n_bytes == wanted.n_bytes
         tolerance = {"rtol": 1e-2, "atol": 1e-3} if rounds else {"rtol": 0.0, "atol": 0.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,63 +15,9 @@ from gradwire import per_sample
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed, stand_ins
+from moments.reruns import StandIn
 
 GPU = torch.cuda.is_available()
-
-
-class Rerun(torch.autograd.Function):
-    """A graph's stand-in on a CPU: runs again, and writes to the same memory."""
-
-    @staticmethod
-    def forward(ctx: Any, static: StandIn, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.static = static
-        for own, given in zip(static.inputs, inputs, strict=True):
-            own.data.copy_(given)
-        static.forward()
-        return tuple(output.detach() for output in static.outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        static = ctx.static
-        static.backward(gradients)
-        found = iter(static.gradients)
-        return None, *[next(found).detach() if one.requires_grad else None for one in static.inputs]
-
-
-class StandIn:
-    """make_graphed_callables for one tensor out, on a CPU: the moments of a rerun go where those of the first lie."""
-
-    def __init__(self, run: Callable[..., Tensor], sample: Sequence[Tensor], recorder: Recorder) -> None:
-        self.run, self.recorder, self.capturing = run, recorder, recorder.capturing
-        self.parameters = [one for one in sample if one.requires_grad]
-        self.inputs = [one if one.requires_grad else one.clone() for one in sample]
-        self.gradients: list[Tensor] = []
-        self.forward()
-        self.backward([torch.ones_like(one) for one in self.outputs])
-
-    def forward(self) -> None:
-        now, self.recorder.capturing = self.recorder.capturing, self.capturing
-        with torch.enable_grad():
-            self.outputs = [self.run(*self.inputs)]
-        self.recorder.capturing = now
-
-    def backward(self, gradients: Sequence[Tensor]) -> None:
-        now, self.recorder.capturing = self.recorder.capturing, self.capturing
-        held = dict(self.capturing.moments) if self.gradients else {}
-        found = torch.autograd.grad(self.outputs, self.parameters, list(gradients))
-        if self.gradients:
-            for own, new in zip(self.gradients, found, strict=True):
-                own.data.copy_(new)
-            for name, settled in held.items():
-                settled.moment.copy_(self.capturing.moments[name].moment)
-            self.capturing.moments = held
-        else:
-            self.gradients = [one.detach().clone() for one in found]
-        self.recorder.capturing = now
-
-    def __call__(self, *args: Tensor) -> Tensor:
-        self.parameters = [one for one in args if one.requires_grad]
-        return Rerun.apply(self, *args)[0]
 
 
 class Tied(nn.Module):
@@ -182,7 +128,7 @@ def test_a_tied_weight_under_autocast() -> None:
 def test_stand_ins_go_the_same_way(name: str) -> None:
     """Or the graph would have other kernels than the eager model, and slower ones."""
 
-    def nodes(node: Any) -> list[str]:
+    def nodes(node: Any) -> list[str]:  # the output must live: torch 2.11 forgets a Function's neighbours with it
         return [
             type(node).__name__,
             *(one for next_, _ in node.next_functions if next_ is not None for one in nodes(next_)),
@@ -191,9 +137,11 @@ def test_stand_ins_go_the_same_way(name: str) -> None:
     model, x = put(MODELS[name][0]()), put(MODELS[name][1]())
     recorder = recorder_of(model)
     recorder.on_forward((x,), {})
-    wanted = nodes(model.forward(x).grad_fn)
+    output = model.forward(x)
+    wanted = nodes(output.grad_fn)
     with stand_ins(model, recorder) as parameters:
-        assert nodes(model.forward(x).grad_fn) == wanted
+        output = model.forward(x)
+        assert nodes(output.grad_fn) == wanted
         assert [one.data_ptr() for one in parameters] == [one.data_ptr() for one in model.parameters()]
     assert all(ledger.here is ledger.param for ledger in recorder.ledgers.values())
 

@@ -142,7 +142,7 @@ class AdaComp(Held):
         out.zero_()
         for rank in range(len(messages)):
             used = counts[rank] * ~problems[rank].any()
-            _add(words[rank], used, scales[rank] / len(messages), out, context.layout)
+            _add(words[rank], used, scales[rank] * (1 / len(messages)), out, context.layout)
         return Arrival((messages[:, 5] & 1).all(), messages[:, shape.passed].amax(0), problems.any(), refuse)
 
     def words(self, numel: int, room: int) -> int:

@@ -55,15 +55,18 @@ class FP8(Free, Fixed):
         return Body(words, grad.abs_().sum())  # what was sent, to rounding
 
     def _scales(self, largest: Tensor, scale: Tensor) -> None:
-        """At least the smallest number that is normal: of a denormal the codes could come out above the largest."""
-        torch.clamp(largest / torch.finfo(FORMATS[self.format]).max, min=SMALLEST, out=scale)
+        """At least the smallest number that is normal: of a denormal the codes could come out above the largest.
+
+        By a tensor: a GPU multiplies with the inverse of a number from Python, which has other last bits.
+        """
+        torch.clamp(largest / largest.new_tensor(torch.finfo(FORMATS[self.format]).max), min=SMALLEST, out=scale)
 
     def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
         runs = tensors_of(context.layout)
         scales = bodies[:, : len(runs)].contiguous().view(torch.float32)
         codes = bodies[:, len(runs) :].contiguous().view(torch.uint8)[:, : runs.numel]
         broken |= ~((scales > 0) & (scales <= LARGEST)).all(1)
-        shares = scales / len(bodies)
+        shares = scales * (1 / len(bodies))
         if compiles(out.device):
             from gradwire.arithmetic import compiled_fp8
 

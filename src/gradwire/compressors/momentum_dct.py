@@ -91,7 +91,7 @@ class MomentumDCT(Held, Fixed):
                 places, amplitudes = field >> AMPLITUDE_BITS, signed(field << 16 & MASK).view(torch.float32)
                 wrong = (places >= group.size) | ~(amplitudes.abs() <= LARGEST)
                 broken[rank] |= wrong.any()
-                shares = (amplitudes / len(bodies)).masked_fill_(wrong, 0.0)
+                shares = (amplitudes * (1 / len(bodies))).masked_fill_(wrong, 0.0)
                 flat = group.starts(out.device) + places.clamp_(max=group.size - 1)
                 coefficients.index_add_(0, flat.flatten(), shares.flatten())
         tiles.inverse(coefficients, out)

@@ -50,4 +50,5 @@ class OneBit(Held, Fixed):
         values = bodies[:, : 2 * len(runs)].contiguous().view(torch.float32)
         high, low = values[:, : len(runs)], values[:, len(runs) :]
         broken |= ~((high >= 0) & (high <= signs.LARGEST) & (low <= 0) & (low >= -signs.LARGEST)).all(1)
-        signs.add(bodies[:, 2 * len(runs) :], high / len(bodies), low / len(bodies), out, runs)
+        share = 1 / len(bodies)
+        signs.add(bodies[:, 2 * len(runs) :], high * share, low * share, out, runs)

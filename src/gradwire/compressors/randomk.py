@@ -40,7 +40,7 @@ class RandomK(Held):
             values, counts = torch.where(context.active[tensor], values, 0.0), counts * context.active
         state.residual.index_add_(0, places, values, alpha=-1)
         # wherever the bad value is, every rank must know
-        total = yield torch.where(finite, values / context.world_size, torch.nan)
+        total = yield torch.where(finite, values * (1 / context.world_size), torch.nan)
         mean = torch.zeros_like(grad).index_copy_(0, places, total)
 
         def undo() -> None:

@@ -80,5 +80,5 @@ class SignSGD(Held, Fixed):
             return
         scales = bodies[:, :begin].contiguous().view(torch.float32)
         broken |= ~((scales >= 0) & (scales <= signs.LARGEST)).all(1)
-        shares = scales / len(bodies)
+        shares = scales * (1 / len(bodies))
         signs.add(bodies[:, begin:], shares, -shares, out, runs)
