@@ -29,7 +29,7 @@ from gradwire.train import catalogue
 
 Row = dict[str, Any]
 WORLD = 2
-WARM, ROUNDS = 6, 20  # a method that needs room settles in the first
+WARM, ROUNDS = 6, 50  # a method that needs room settles in the first
 BAR = 1.0
 DENSE, DENSE_BITS = "dense", 32.0
 

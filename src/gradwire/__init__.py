@@ -25,6 +25,7 @@ from gradwire.compressors import (
 )
 from gradwire.handle import Wire, attach
 from gradwire.moments import per_sample
+from gradwire.simulation import Simulation, simulate
 
 if TYPE_CHECKING:
     from gradwire.sharded import load, save
@@ -42,6 +43,7 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "SignSGD",
+    "Simulation",
     "Strom",
     "TernGrad",
     "TopK",
@@ -53,6 +55,7 @@ __all__ = [
     "per_sample",
     "reshard",
     "save",
+    "simulate",
 ]
 
 

@@ -50,15 +50,20 @@ def state_dict(link: Link) -> dict[str, Any]:
 def _parameters(link: Link) -> dict[str, dict[str, Tensor]]:
     """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
     held, fields = dict(link.store.items()), link.store.powers
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in link.parameters.items() if fields else ():
-        own = found[name] = {}
-        for field, power in fields.items():
-            value = held.get(name, {}).get(field)
-            if power != SAME:
-                own[field] = _nothing(parameter) if value is None else _at_rest(value, parameter)
-            elif value is not None:
-                own[field] = value.clone()
+    if not fields:
+        return {}
+    return {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in link.parameters.items()}
+
+
+def at_rest(held: Mapping[str, Tensor], powers: Mapping[str, int], parameter: Tensor) -> dict[str, Tensor]:
+    """One parameter's fields as they go into a file."""
+    found: dict[str, Tensor] = {}
+    for field, power in powers.items():
+        value = held.get(field)
+        if power != SAME:
+            found[field] = _nothing(parameter) if value is None else _at_rest(value, parameter)
+        elif value is not None:
+            found[field] = value.clone()
     return found
 
 
@@ -94,7 +99,7 @@ def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = Fals
                 f"{dist.get_rank(link.group)} of {link.world_size}: save with gradwire.save and load with "
                 "gradwire.load, or use gradwire.reshard"
             )
-        fields = match(link, state, strict)
+        fields = match(link.parameters, state, strict)
     except CheckpointError as error:
         problem = error
     except Exception as error:  # whatever a damaged file makes torch raise: the other ranks wait to hear of it
@@ -156,9 +161,9 @@ def check(state: Any) -> None:
                 raise CheckpointError(f"damaged gradwire state: {field} of {name} has values that are not finite")
 
 
-def match(link: Link, state: Mapping[str, Any], strict: bool) -> dict[str, dict[str, Tensor]]:
+def match(ours: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool) -> dict[str, dict[str, Tensor]]:
     """The state of the parameters that this model has, flat and on its device."""
-    saved, ours = state["parameters"], link.parameters
+    saved = state["parameters"]
     missing, foreign = sorted(ours.keys() - saved.keys()), sorted(saved.keys() - ours.keys())
     if saved and not saved.keys() & ours.keys():
         raise CheckpointError(f"a checkpoint of another model: it has {foreign[:3]}..., this one has {missing[:3]}...")

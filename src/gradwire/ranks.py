@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Context, Outcome, Rounds, Sum, needs_room, tensors
+from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds, Sum, needs_room, tensors
 from gradwire.compressors.held import everything
 from gradwire.layout import Layout
+from gradwire.stats import Meter
 
 CPU = torch.device("cpu")
 WORD_BYTES = 4
@@ -46,6 +47,7 @@ class Ranks:
         self.planned = planned and self.needs_room
         numels = {slot.name: slot.numel for slot in layout}
         self.capacity = Capacity(WORD_BYTES * layout.numel, world_size, numels)
+        self.meter = Meter(layout.numel * world_size, device)  # of all workers together
 
     def context(self, active: Tensor | None = None, dense: bool = False) -> Context:
         capacity: tuple[int, ...] = ()
@@ -64,53 +66,81 @@ class Ranks:
         active: Tensor | None = None,
         dense: bool = False,
     ) -> Done:
+        own = [grad.clone() for grad in grads]
+        return self.exchange(own, moments or [grad.square() / 4 for grad in grads], active, dense)
+
+    def exchange(
+        self, grads: Sequence[Tensor], moments: Sequence[Tensor], active: Tensor | None = None, dense: bool = False
+    ) -> Done:
+        """The same where the gradients are not needed any more: they may be written over."""
         context = self.context(active, dense)
         if isinstance(self.compressor, Sum):
             done = self._cast(grads, self.compressor)
         elif isinstance(self.compressor, Rounds):
             done = self._summed(grads, context)
         else:
-            done = self._gathered(grads, moments or [grad.square() / 4 for grad in grads], context)
-        if context.dense:
+            done = self._gathered(grads, moments, context)
+        if context.dense and done.finite:
             for state in self.states:
                 self.compressor.clear(state, context)
         self.number += 1
+        n_bytes = self.world_size * done.n_bytes
+        self.meter.count(n_bytes, n_bytes, self.world_size * WORD_BYTES * self.layout.numel)
+        self.meter.end_step(context.dense)
         return done
 
     def _gathered(self, grads: Sequence[Tensor], moments: Sequence[Tensor], context: Context) -> Done:
         every = enumerate(zip(grads, moments, self.states, strict=True))
         sent = [
-            self.compressor.encode(grad.clone(), moment, state, replace(context, rank=rank))
+            self.compressor.encode(grad, moment, state, replace(context, rank=rank))
             for rank, (grad, moment, state) in every
         ]
         out = torch.full_like(grads[0], torch.nan)  # whatever lies there must not matter
         arrival = self.compressor.decode(torch.stack([message.data for message in sent]), out, context)
         n_bytes = sent[0].data.numel() * WORD_BYTES
         if context.dense:
-            waiting = [self.compressor.waiting(state, context) for state in self.states]
-            out = torch.stack(waiting).sum(0) / self.world_size
+            waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
+            out = torch.stack(waiting).sum(0)
             n_bytes += self.layout.numel * WORD_BYTES
-        if self.planned:
-            self.capacity.note(self.layout, arrival.passed.tolist())
+        finite, passed = _read(arrival)
+        if self.planned and finite:
+            self.capacity.note(self.layout, passed)
             self.capacity.end_step(Plan(context.dense))
-        return Done(out, bool(arrival.finite), n_bytes, [message.undo for message in sent])
+        self._count(sent, context.dense)
+        return Done(out, finite, n_bytes, [message.undo for message in sent])
 
     def _summed(self, grads: Sequence[Tensor], context: Context) -> Done:
         talks = [
-            everything(self.compressor, grad.clone(), state, context)
+            everything(self.compressor, grad, state, context)
             if context.dense
-            else self.compressor.rounds(grad.clone(), state, context)
+            else self.compressor.rounds(grad, state, context)
             for grad, state in zip(grads, self.states, strict=True)
         ]
         outcomes, n_bytes = converse(talks)
-        first = outcomes[0]
-        assert all(torch.equal(one.mean, first.mean) for one in outcomes) or not bool(first.finite)
-        return Done(first.mean, bool(first.finite), n_bytes, [one.undo for one in outcomes])
+        first, finite = outcomes[0], bool(outcomes[0].finite)
+        if first.mean.device.type == "cpu":  # on a GPU every look would wait for it
+            assert all(torch.equal(one.mean, first.mean) for one in outcomes) or not finite
+        self._count(outcomes, context.dense)
+        return Done(first.mean, finite, n_bytes, [one.undo for one in outcomes])
 
     def _cast(self, grads: Sequence[Tensor], compressor: Sum) -> Done:
-        sent = [(grad / self.world_size).to(compressor.wire_dtype(grad.dtype)) for grad in grads]
+        sent = [(grad * (1 / self.world_size)).to(compressor.wire_dtype(grad.dtype)) for grad in grads]
         mean = torch.stack(sent).sum(0).float()
+        self._count([], True)
         return Done(mean, bool(torch.isfinite(mean).all()), sent[0].numel() * sent[0].element_size())
+
+    def _count(self, sent: Sequence[Message | Outcome], everything: bool) -> None:
+        """Elements of all workers, and |sent|_1."""
+        norm = torch.stack([one.sent_norm for one in sent]).sum() if sent else None
+        counts = [one.sent for one in sent if one.sent is not None]
+        if everything or not counts:
+            for _ in range(self.world_size):
+                self.meter.everything(self.layout)
+            return
+        assert norm is not None
+        asked = [one.passed for one in sent if isinstance(one, Message) and one.passed is not None]
+        passed = torch.stack(asked).clamp_(min=0).sum(0) if asked else None
+        self.meter.elements(self.layout, torch.stack(counts).sum(0), passed, norm)
 
     def snapshot(self) -> list[list[Tensor]]:
         """A copy of every worker's state."""
@@ -130,3 +160,12 @@ def converse(talks: Sequence[Generator[Tensor, Tensor, Outcome]]) -> tuple[list[
             except StopIteration as end:
                 outcomes.append(end.value)
     return outcomes, n_bytes
+
+
+def _read(arrival: Arrival) -> tuple[bool, list[int]]:
+    """(all finite, how many passed by tensor); the only place where the host waits for a GPU."""
+    passed = arrival.finite.new_empty(0) if arrival.passed is None else arrival.passed
+    finite, bad, *counts = torch.cat([torch.stack([arrival.finite, arrival.bad]).int(), passed.int()]).tolist()
+    if bad:
+        arrival.refuse()
+    return bool(finite), counts

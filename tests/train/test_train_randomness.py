@@ -2,7 +2,7 @@
 
 import torch
 
-from gradwire.train.randomness import get_state, seed_worker, set_state
+from gradwire.randomness import get_state, seed_worker, set_state
 
 CPU = torch.device("cpu")
 

@@ -180,7 +180,7 @@ class Graphed:
 
 
 @contextmanager
-def stand_ins(module: nn.Module, recorder: Recorder) -> Iterator[list[nn.Parameter]]:
+def stand_ins(module: nn.Module, recorder: Recorder | None) -> Iterator[list[nn.Parameter]]:
     """Other parameters with the parameters' memory in their places, in the order of `module.parameters()`.
 
     DDP keeps the accumulators of the parameters themselves, which belong to the stream it was made on; a backward that
@@ -191,7 +191,8 @@ def stand_ins(module: nn.Module, recorder: Recorder) -> Iterator[list[nn.Paramet
     places = [
         (one._parameters, name) for one in module.modules() for name, p in one._parameters.items() if p is not None
     ]
-    ledgers = [ledger for ledger in recorder.ledgers.values() if id(ledger.param) in own]
+    recorded = {} if recorder is None else recorder.ledgers
+    ledgers = [ledger for ledger in recorded.values() if id(ledger.param) in own]
     held = [(table, name, table[name]) for table, name in places]
     try:
         for table, name, param in held:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import gradwire
-from gradwire.train import randomness
+from gradwire import randomness
 from gradwire.train.files import sha256, sync, write_atomic
 from gradwire.train.loop import Trainer
 from gradwire.train.run_directory import FORMAT, LATEST, MANIFEST, Checkpoint, checkpoint_path

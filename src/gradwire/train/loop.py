@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.randomness import seed_worker
 from gradwire.train import optimizers, sharding
 from gradwire.train.metrics import Row, Traffic
 from gradwire.train.progress import Reporter
-from gradwire.train.randomness import seed_worker
 from gradwire.train.settings import Plan
 from gradwire.train.standing import Standing
 from gradwire.train.task import Share

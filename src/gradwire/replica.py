@@ -1,0 +1,117 @@
+"""One of several workers in one process: a module of its own over the parameters of all of them. Step 1."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.errors import AttachError, GradwireError
+from gradwire.layout import Layout, in_shape
+from gradwire.moments import Recorder
+from gradwire.moments.capturing import Capturing
+from gradwire.moments.graphed import stand_ins
+
+Loss = Callable[..., Tensor]  # (module, *batch) -> the worker's loss
+UNUSED = (
+    "{names} got no gradient: in a simulation every parameter takes part in every step, as in a DDP model without "
+    "find_unused_parameters; freeze it with requires_grad_(False)"
+)
+
+
+class Replica:
+    """Its parameters have the memory of the model's; its buffers, gradient and second moment are its own.
+
+    buffers: whether it writes to the model's own buffers, as rank 0 does.
+    moments: options of the recorder; None where the method needs no second moments.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, moments: dict[str, Any] | None, buffers: bool) -> None:
+        shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        if buffers:
+            shared |= {id(buffer): buffer for buffer in model.buffers()}
+        self.module = copy.deepcopy(model, shared)
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        device = next(iter(self.parameters.values())).device
+        self.gradient = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        self.moment = torch.zeros_like(self.gradient) if moments is not None else self.gradient[:0]
+        self._slots = layout.slots
+        self._places = [in_shape(slot.of(self.gradient), self.parameters[slot.name]) for slot in layout]
+        self.recorder: Recorder | None = None
+        if moments is not None:
+            self.recorder = Recorder(self.module, self.parameters, **moments)
+            for slot in layout:
+                self.recorder.bind(slot.name, slot.of(self.moment))
+
+    def backward(self, loss: Loss, batch: Sequence[Tensor]) -> Tensor:
+        """One pass: gradient and moment lie in their places after it. Returns the loss."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        value = loss(self.module, *batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        self._collect([self.parameters[slot.name].grad for slot in self._slots])
+        if self.recorder is not None:
+            for slot in self._slots:
+                self.recorder.consume(slot.name, slot.of(self.gradient))
+        return value.detach()
+
+    def _collect(self, gradients: Sequence[Tensor | None]) -> None:
+        found = [one for one in gradients if one is not None]
+        if len(found) < len(gradients):
+            names = [slot.name for slot, one in zip(self._slots, gradients, strict=True) if one is None]
+            raise GradwireError(UNUSED.format(names=", ".join(names)))
+        torch._foreach_copy_(self._places, found)
+
+    # ---- as a part of a CUDA graph
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Nothing that runs in here is a step: buffers and the recorder are as before after it."""
+        held = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
+        if self.recorder is not None:
+            self.recorder.capturing = Capturing(self.recorder)
+        try:
+            yield
+        finally:
+            if self.recorder is not None:
+                self.recorder.capturing = None
+                self.recorder.begin_step(self.recorder.step)
+            with torch.no_grad():
+                for buffer, value in held:
+                    buffer.copy_(value)
+
+    def survey(self, loss: Loss, batch: Sequence[Tensor]) -> None:
+        """Passes before the capture: they compile, and tell which parameters are used more than once."""
+        if self.recorder is None or self.recorder.capturing is None:
+            for _ in range(2):
+                torch.autograd.grad(loss(self.module, *batch), list(self.parameters.values()), allow_unused=True)
+            return
+        self.recorder.capturing.survey(lambda *given: loss(self.module, *given), batch)
+
+    def record(self, loss: Loss, batch: Sequence[Tensor]) -> Tensor:
+        """The pass that is captured: what `backward` does, on the stream and in the memory of the graph."""
+        with stand_ins(self.module, self.recorder) as parameters:
+            trained = [one for one in parameters if one.requires_grad]
+            value = loss(self.module, *batch)
+            found = torch.autograd.grad(value, trained, allow_unused=True)
+        by_name = dict(zip(self.parameters, found, strict=True))
+        self._collect([by_name[slot.name] for slot in self._slots])
+        if self.recorder is not None:
+            self._collect_moments(self.recorder)
+        return value.detach()
+
+    def _collect_moments(self, recorder: Recorder) -> None:
+        capturing = recorder.capturing
+        assert capturing is not None
+        if not capturing.complete():
+            missing = [name for name in self.parameters if name not in capturing.moments or name in capturing.doubts]
+            raise AttachError(
+                f"the second moments of {', '.join(missing)} can only be estimated, and estimates cannot be captured: "
+                "simulate(..., capture=False)"
+            )
+        moments = [capturing.moments[slot.name].moment for slot in self._slots]
+        torch._foreach_copy_([recorder.ledgers[slot.name].in_place() for slot in self._slots], moments)
