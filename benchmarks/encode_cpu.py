@@ -50,7 +50,7 @@ class Case:
         self.capacity = tuple(int(1.2 * slot.numel / ratio) + 64 for slot in LAYOUT)
 
     def encode(self, kernel: Any = cpu) -> None:
-        rule = VGC(alpha=1.0)._rule
+        rule = VGC(alpha=1.0).rule
         state = (self.residual, self.variance)
         kernel.encode(self.grad, self.moment, *state, None, LAYOUT, rule, self.capacity, 0, CHUNK)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwire.abreast import Abreast, fits
 from gradwire.capacity import Capacity, Plan
 from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds, Sum, needs_room, tensors
 from gradwire.compressors.held import everything
@@ -17,6 +18,7 @@ from gradwire.stats import Meter
 
 CPU = torch.device("cpu")
 WORD_BYTES = 4
+Rows = Sequence[Tensor] | Tensor  # a vector [N] of each worker
 
 
 @dataclass
@@ -34,14 +36,25 @@ class Ranks:
 
     planned: messages of methods that need room are as long as in a training, the first step and others dense; else
     `rooms` says how many elements of each tensor fit, None all of them.
+    abreast: all workers at once where the method allows it, without writing their messages; the same bits.
     """
 
     def __init__(
-        self, compressor: Any, layout: Layout, world_size: int = 1, planned: bool = False, device: torch.device = CPU
+        self,
+        compressor: Any,
+        layout: Layout,
+        world_size: int = 1,
+        planned: bool = False,
+        device: torch.device = CPU,
+        abreast: bool = False,
     ) -> None:
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
-        stateless = isinstance(compressor, Sum)
-        self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
+        self.abreast = Abreast(compressor, layout, world_size, device) if abreast and fits(compressor, layout) else None
+        if self.abreast is not None:
+            self.states = self.abreast.states()
+        else:
+            stateless = isinstance(compressor, Sum)
+            self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
         self.rooms: tuple[int, ...] | None = None
         self.needs_room = needs_room(compressor)
         self.planned = planned and self.needs_room
@@ -61,7 +74,7 @@ class Ranks:
 
     def __call__(
         self,
-        grads: Sequence[Tensor],
+        grads: Rows,
         moments: Sequence[Tensor] | None = None,
         active: Tensor | None = None,
         dense: bool = False,
@@ -69,9 +82,7 @@ class Ranks:
         own = [grad.clone() for grad in grads]
         return self.exchange(own, moments or [grad.square() / 4 for grad in grads], active, dense)
 
-    def exchange(
-        self, grads: Sequence[Tensor], moments: Sequence[Tensor], active: Tensor | None = None, dense: bool = False
-    ) -> Done:
+    def exchange(self, grads: Rows, moments: Rows, active: Tensor | None = None, dense: bool = False) -> Done:
         """The same where the gradients are not needed any more: they may be written over."""
         context = self.context(active, dense)
         if isinstance(self.compressor, Sum):
@@ -89,7 +100,30 @@ class Ranks:
         self.meter.end_step(context.dense)
         return done
 
-    def _gathered(self, grads: Sequence[Tensor], moments: Sequence[Tensor], context: Context) -> Done:
+    def _gathered(self, grads: Rows, moments: Rows, context: Context) -> Done:
+        if self.abreast is not None:
+            crossed = self.abreast(_rows(grads), _rows(moments), context)
+            out, undo, n_bytes = crossed.mean, [crossed.undo], crossed.n_bytes
+            finite, passed = _read(crossed.finite, crossed.passed.amax(0))
+            if not context.dense:
+                asked = crossed.passed.clamp(min=0).sum(0)
+                self.meter.elements(self.layout, crossed.sent.sum(0), asked, crossed.norm)
+        else:
+            out, undo, n_bytes, finite, passed = self._one_by_one(grads, moments, context)
+        if context.dense:
+            waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
+            out = torch.stack(waiting).sum(0)
+            n_bytes += self.layout.numel * WORD_BYTES
+            self._count([], True)
+        if self.planned and finite:
+            self.capacity.note(self.layout, passed)
+            self.capacity.end_step(Plan(context.dense))
+        return Done(out, finite, n_bytes, undo)
+
+    def _one_by_one(
+        self, grads: Rows, moments: Rows, context: Context
+    ) -> tuple[Tensor, list[Callable[[], None]], int, bool, list[int]]:
+        """Every worker's message is written, and read by all."""
         every = enumerate(zip(grads, moments, self.states, strict=True))
         sent = [
             self.compressor.encode(grad, moment, state, replace(context, rank=rank))
@@ -97,19 +131,12 @@ class Ranks:
         ]
         out = torch.full_like(grads[0], torch.nan)  # whatever lies there must not matter
         arrival = self.compressor.decode(torch.stack([message.data for message in sent]), out, context)
-        n_bytes = sent[0].data.numel() * WORD_BYTES
-        if context.dense:
-            waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
-            out = torch.stack(waiting).sum(0)
-            n_bytes += self.layout.numel * WORD_BYTES
-        finite, passed = _read(arrival)
-        if self.planned and finite:
-            self.capacity.note(self.layout, passed)
-            self.capacity.end_step(Plan(context.dense))
-        self._count(sent, context.dense)
-        return Done(out, finite, n_bytes, [message.undo for message in sent])
+        finite, passed = _read(arrival.finite, arrival.passed, arrival)
+        if not context.dense:
+            self._count(sent, False)
+        return out, [message.undo for message in sent], sent[0].data.numel() * WORD_BYTES, finite, passed
 
-    def _summed(self, grads: Sequence[Tensor], context: Context) -> Done:
+    def _summed(self, grads: Rows, context: Context) -> Done:
         talks = [
             everything(self.compressor, grad, state, context)
             if context.dense
@@ -123,7 +150,7 @@ class Ranks:
         self._count(outcomes, context.dense)
         return Done(first.mean, finite, n_bytes, [one.undo for one in outcomes])
 
-    def _cast(self, grads: Sequence[Tensor], compressor: Sum) -> Done:
+    def _cast(self, grads: Rows, compressor: Sum) -> Done:
         sent = [(grad * (1 / self.world_size)).to(compressor.wire_dtype(grad.dtype)) for grad in grads]
         mean = torch.stack(sent).sum(0).float()
         self._count([], True)
@@ -162,10 +189,15 @@ def converse(talks: Sequence[Generator[Tensor, Tensor, Outcome]]) -> tuple[list[
     return outcomes, n_bytes
 
 
-def _read(arrival: Arrival) -> tuple[bool, list[int]]:
+def _rows(vectors: Rows) -> Tensor:
+    return vectors if isinstance(vectors, Tensor) else torch.stack(list(vectors))
+
+
+def _read(finite: Tensor, passed: Tensor | None, arrival: Arrival | None = None) -> tuple[bool, list[int]]:
     """(all finite, how many passed by tensor); the only place where the host waits for a GPU."""
-    passed = arrival.finite.new_empty(0) if arrival.passed is None else arrival.passed
-    finite, bad, *counts = torch.cat([torch.stack([arrival.finite, arrival.bad]).int(), passed.int()]).tolist()
-    if bad:
+    bad = finite.new_zeros(()) if arrival is None else arrival.bad
+    parts = [torch.stack([finite, bad]).int(), *([] if passed is None else [passed.int()])]
+    everywhere, wrong, *counts = torch.cat(parts).tolist()
+    if wrong and arrival is not None:
         arrival.refuse()
-    return bool(finite), counts
+    return bool(everywhere), counts

@@ -26,26 +26,31 @@ UNUSED = (
 class Replica:
     """Its parameters have the memory of the model's; its buffers, gradient and second moment are its own.
 
-    buffers: whether it writes to the model's own buffers, as rank 0 does.
-    moments: options of the recorder; None where the method needs no second moments.
+    gradient, moment: [N], where they go; the moment is empty where the method needs none.
+    options: of the recorder; buffers: whether it writes to the model's own buffers, as rank 0 does.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, moments: dict[str, Any] | None, buffers: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        gradient: Tensor,
+        moment: Tensor,
+        options: dict[str, Any],
+        buffers: bool,
+    ) -> None:
         shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
         if buffers:
             shared |= {id(buffer): buffer for buffer in model.buffers()}
         self.module = copy.deepcopy(model, shared)
         self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        device = next(iter(self.parameters.values())).device
-        self.gradient = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        self.moment = torch.zeros_like(self.gradient) if moments is not None else self.gradient[:0]
-        self._slots = layout.slots
+        self.gradient, self._slots = gradient, layout.slots
         self._places = [in_shape(slot.of(self.gradient), self.parameters[slot.name]) for slot in layout]
         self.recorder: Recorder | None = None
-        if moments is not None:
-            self.recorder = Recorder(self.module, self.parameters, **moments)
+        if moment.numel():
+            self.recorder = Recorder(self.module, self.parameters, **options)
             for slot in layout:
-                self.recorder.bind(slot.name, slot.of(self.moment))
+                self.recorder.bind(slot.name, slot.of(moment))
 
     def backward(self, loss: Loss, batch: Sequence[Tensor]) -> Tensor:
         """One pass: gradient and moment lie in their places after it. Returns the loss."""

@@ -30,6 +30,7 @@ def simulate(
     workers: int,
     seed: int = 0,
     capture: bool | None = None,
+    messages: bool | None = None,
     batch_dim: BatchDim = 0,
     estimator: str = "groups",
     exact: bool = True,
@@ -40,6 +41,8 @@ def simulate(
     loss: (module, *batch) -> the loss of one worker; it is called with a copy of the model.
     seed: of the workers' random numbers (dropout), as `gradwire train --seed`.
     capture: the workers' passes as one CUDA graph; None: on a GPU.
+    messages: whether VGC's and Strom's messages are written and read back byte by byte. The result is the same bit for
+    bit, and their length is known from their room; None: not on a GPU, where it takes longer than all the rest.
     batch_dim, estimator, exact, strict: as of `attach`.
     """
     if workers < 1:
@@ -47,7 +50,7 @@ def simulate(
     if not model.training:
         raise AttachError("simulate wants a model that trains: model.train()")
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
-    return Simulation(model, compressor, loss, workers, seed, capture, moments)
+    return Simulation(model, compressor, loss, workers, seed, capture, messages, moments)
 
 
 class Simulation:
@@ -61,6 +64,7 @@ class Simulation:
         workers: int,
         seed: int,
         capture: bool | None,
+        messages: bool | None,
         moments: dict[str, Any],
     ) -> None:
         self.model, self.compressor, self.loss, self.workers = model, compressor, loss, workers
@@ -69,10 +73,20 @@ class Simulation:
             raise AttachError("simulate: no parameter of the model is trained")
         self.device = next(iter(self.parameters.values())).device
         self.layout = Layout.of((name, p.shape) for name, p in self.parameters.items())
-        options = moments if compressor.needs_moments else None
-        self.replicas = [Replica(model, self.layout, options, buffers=rank == 0) for rank in range(workers)]
-        self.ranks = Ranks(compressor, self.layout, workers, planned=True, device=self.device)
-        self._captures = self.device.type == "cuda" if capture is None else capture
+        gpu, numel = self.device.type == "cuda", self.layout.numel
+        self.gradients = torch.zeros(workers, numel, device=self.device)
+        self.moments = torch.zeros(workers, numel if compressor.needs_moments else 0, device=self.device)
+        rows = enumerate(zip(self.gradients, self.moments, strict=True))
+        self.replicas = [Replica(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
+        self.ranks = Ranks(
+            compressor,
+            self.layout,
+            workers,
+            planned=True,
+            device=self.device,
+            abreast=gpu if messages is None else not messages,
+        )
+        self._captures = gpu if capture is None else capture
         self._branches: Branches | None = None
         self._random = [_seeded(seed, rank, self.device) for rank in range(workers)]
 
@@ -95,8 +109,7 @@ class Simulation:
                 shape = tuple(tensor.shape)
                 raise ValueError(f"backward wants a row for each of the {self.workers} workers, got a tensor {shape}")
         losses = self._passes(batch)
-        gradients, moments = ([getattr(one, kind) for one in self.replicas] for kind in ("gradient", "moment"))
-        done = self.ranks.exchange(gradients, moments)
+        done = self.ranks.exchange(self.gradients, self.moments)
         if not done.finite:
             for undo in done.undo:
                 undo()

@@ -55,14 +55,15 @@ class Strom(Held):
 
     def encode(self, grad: Tensor, moment: Tensor, state: StromState, context: Context) -> Message:
         """v stays 0: where |r| > tau, VGC's v = max(v - 2 |r| tau + tau^2, 0) is 0 again."""
-        return self._vgc.encode(grad, state.moment, VGCState(state.residual, state.variance), context)
+        return self.as_vgc.encode(grad, state.moment, VGCState(state.residual, state.variance), context)
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
-        return self._vgc.decode(messages, out, context)
+        return self.as_vgc.decode(messages, out, context)
 
     def words(self, numel: int, room: int) -> int:
-        return self._vgc.words(numel, room)
+        return self.as_vgc.words(numel, room)
 
     @property
-    def _vgc(self) -> VGC:
+    def as_vgc(self) -> VGC:
+        """The same elements and bytes."""
         return VGC(alpha=0.0, tau=self.tau, wire=self.wire)

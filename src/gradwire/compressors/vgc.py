@@ -87,18 +87,18 @@ class VGC:
 
     def encode(self, grad: Tensor, moment: Tensor, state: VGCState, context: Context) -> Message:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
-        kernel, shape, chunk = kernels.select(grad.device), self._shape(context), kernels.CHUNK
+        kernel, shape, chunk = kernels.select(grad.device), self.shape(context), kernels.CHUNK
         inputs = (grad, moment, state.residual, state.variance, context.active)
-        chosen = kernel.encode(*inputs, context.layout, self._rule, context.capacity, context.step, chunk)
+        chosen = kernel.encode(*inputs, context.layout, self.rule, context.capacity, context.step, chunk)
         orders, body, counts = None, chosen.words, chosen.counts
         if self.wire == "compact":
             orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
             counts = torch.zeros_like(counts)  # its blocks count for themselves
         parts = header.Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
         data = kernel.seal(shape, context.step, parts)
-        return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self._norm(chosen))
+        return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self.norm(chosen))
 
-    def _norm(self, chosen: kernels.Selection) -> Tensor:
+    def norm(self, chosen: kernels.Selection) -> Tensor:
         """|sent|_1 = sum_k sum_d n_kd 2^(e_k - d), or n tau: the counts tell, no element is looked at again."""
         if self.tau is not None:
             return chosen.codes.sum().double() * self.tau
@@ -106,14 +106,14 @@ class VGC:
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
-        layout, kernel, shape, chunk = context.layout, kernels.select(out.device), self._shape(context), kernels.CHUNK
+        layout, kernel, shape, chunk = context.layout, kernels.select(out.device), self.shape(context), kernels.CHUNK
         problems = kernel.inspect(messages, shape, context.step)
         words, counts, sound = messages[:, shape.body], messages[:, shape.counts], ~problems.any(1)
         if self.wire == "compact":
             words, counts, broken = kernel.unpack(messages[:, shape.orders], words, sound, self._blocks(context), chunk)
             problems, sound = torch.cat([problems, broken[:, None]], 1), sound & ~broken
         exponents = messages[:, shape.exponents].contiguous().view(torch.int8)[:, : len(layout)].int()
-        found = kernel.add(words, counts, sound, exponents, layout, self._rule, chunk, out)
+        found = kernel.add(words, counts, sound, exponents, layout, self.rule, chunk, out)
         problems = torch.cat([problems, found], 1)
 
         def refuse() -> None:
@@ -146,7 +146,8 @@ class VGC:
             else:
                 tensor.masked_fill_(context.layout.spread(context.active), 0.0)
 
-    def _shape(self, context: Context) -> header.Shape:
+    def shape(self, context: Context) -> header.Shape:
+        """Where the parts of a message lie."""
         if self.wire == "words":
             return header.Shape(context.layout, sum(context.capacity), kernels.CHUNK, header.WORDS)
         return header.Shape(context.layout, self._blocks(context).words, kernels.CHUNK, header.COMPACT)
@@ -155,7 +156,8 @@ class VGC:
         return Blocks.of(context.layout, context.capacity, self.tau is not None)
 
     @property
-    def _rule(self) -> kernels.Rule:
+    def rule(self) -> kernels.Rule:
+        """As the kernels want it."""
         return kernels.Rule(self.alpha, self.zeta, self.tau, self.floor, self.feedback, self.rounding)
 
 

@@ -1,0 +1,83 @@
+"""All workers at once: the bits, the counts and the lengths of messages that are written and read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradwire import VGC, Strom
+from gradwire.layout import Layout
+from gradwire.ranks import Ranks
+
+LAYOUT = Layout.of([("a", (37, 29)), ("b", (5,)), ("empty", (0, 4)), ("c", (64, 33)), ("d", (1,))])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+METHODS = [
+    VGC(alpha=1.0),
+    VGC(alpha=1.5, wire="words"),
+    VGC(alpha=1.0, feedback=True),
+    VGC(alpha=0.5, rounding="unbiased", zeta=0.97),
+    VGC(alpha=1.0, floor=0.3),
+    VGC(alpha=2.0, tau=0.5),
+    Strom(tau=0.7),
+]
+
+
+def gradients(step: int, workers: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    samples = torch.randn(workers, 4, LAYOUT.numel, generator=generator) + 0.3
+    return samples.sum(1).to(device), samples.square().sum(1).to(device)
+
+
+def compare(abreast: Ranks, apart: Ranks, grads: Tensor, moments: Tensor) -> None:
+    found, wanted = (ranks.exchange(grads.clone(), moments) for ranks in (abreast, apart))
+    assert found.finite == wanted.finite
+    assert found.n_bytes == wanted.n_bytes
+    if found.finite:
+        assert torch.equal(found.mean, wanted.mean)
+    else:
+        for done in (found, wanted):
+            for undo in done.undo:
+                undo()
+    for ours, theirs in zip(abreast.snapshot(), apart.snapshot(), strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("workers", [1, 3, 8])
+@pytest.mark.parametrize("compressor", METHODS, ids=repr)
+def test_abreast_is_one_by_one(compressor: Any, workers: int, device: str) -> None:
+    where = torch.device(device)
+    abreast, apart = (Ranks(compressor, LAYOUT, workers, True, where, abreast=kind) for kind in (True, False))
+    assert abreast.abreast is not None
+    for step in range(14):
+        grads, moments = gradients(step, workers, device)
+        if step == 9:
+            grads[-1, 40] = torch.inf
+        compare(abreast, apart, grads, moments)
+    assert abreast.capacity == apart.capacity
+    ours, theirs = (ranks.meter.stats([]) for ranks in (abreast, apart))
+    assert (ours.elements_sent, ours.deferred, ours.bytes_sent) == (
+        theirs.elements_sent,
+        theirs.deferred,
+        theirs.bytes_sent,
+    )
+    assert 0 < ours.dense_steps < ours.steps or workers == 8  # with eight workers so small a model has dense steps only
+
+
+def test_room_that_is_short() -> None:
+    """Who waits is the same too."""
+    abreast, apart = (Ranks(VGC(alpha=1.0), LAYOUT, 8, abreast=kind) for kind in (True, False))
+    for ranks in (abreast, apart):
+        ranks.rooms = (20, 2, 0, 30, 1)
+    for step in range(6):
+        compare(abreast, apart, *gradients(step, 8, "cpu"))
+    assert abreast.meter.stats([]).deferred > 1000
+
+
+def test_other_methods_go_one_by_one() -> None:
+    from gradwire import QSGD
+
+    assert Ranks(QSGD(), LAYOUT, 2, abreast=True).abreast is None
