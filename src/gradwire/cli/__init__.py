@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from gradwire.cli.demo import demo
+from gradwire.cli.experiment import experiment
 from gradwire.cli.methods import methods
 from gradwire.cli.train import train
 
@@ -16,5 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # they print the locals of every frame, tensors and all
 )
 app.command()(demo)
+app.command()(experiment)
 app.command()(methods)
 app.command()(train)

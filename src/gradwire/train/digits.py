@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ class Digits:
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.inputs.numpy().tobytes() + self.targets.numpy().tobytes()).hexdigest()
+
+    def on(self, device: torch.device) -> Digits:
+        names = ("inputs", "targets", "test_inputs", "test_targets")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def make_model(self) -> nn.Module:
         """Two hidden layers, 85,002 parameters."""

@@ -27,10 +27,11 @@ def find(name: str) -> Maker:
 
 
 def make(
-    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float
+    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """The optimizer `name` on `parameters`."""
-    return find(name)(parameters, lr=learning_rate, weight_decay=weight_decay)
+    """The optimizer `name` on `parameters`; fused: one kernel for all of them, for GPUs."""
+    options = {"fused": True} if fused else {}
+    return find(name)(parameters, lr=learning_rate, weight_decay=weight_decay, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -16,15 +16,15 @@ import gradwire
 PACKAGE = Path(gradwire.__file__).parent
 
 
-def provenance() -> dict[str, str]:
+def provenance(device: str = "cpu", command: str = "") -> dict[str, str]:
     """Columns for a file of results; nothing in them names the machine or its folders."""
     return {
         "commit": commit(),
         "gradwire": gradwire.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "hardware": hardware(),
-        "command": shlex.join(["gradwire", *sys.argv[1:]]),
+        "hardware": hardware() if device == "cpu" else torch.cuda.get_device_name(),
+        "command": command or shlex.join(["gradwire", *sys.argv[1:]]),
     }
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 
@@ -58,6 +59,10 @@ class Task(Protocol):
 
     def fingerprint(self) -> str:
         """A digest of the data, so that a run is never resumed on other data."""
+        ...
+
+    def on(self, device: torch.device) -> Task:
+        """The same with its data there; `batch` takes indices on any device then."""
         ...
 
     def make_model(self) -> nn.Module: ...

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from gradwire.train.task import Defaults, Schedule, Share, Task, TaskKind
 from gradwire.train.transformer import ByteTransformer
 
 CONTEXT = 128
-WIDTH, HEADS, DEPTH = 128, 4, 4
 VALIDATION_SHARE = 0.05
 VALIDATION_WINDOWS = 512  # at most, evenly spaced: 64 kB are enough to tell runs apart and take a second
 EVALUATION_BATCH = 32
@@ -26,21 +24,25 @@ EVALUATION_BATCH = 32
 
 @dataclass(frozen=True)
 class Text:
-    """Non-overlapping windows of CONTEXT bytes, each with its next byte. The file is mapped, never read whole."""
+    """Non-overlapping windows of `context` bytes, each with its next byte. The file is mapped, never read whole."""
 
-    content: np.memmap[Any, np.dtype[np.uint8]]
+    content: Tensor  # uint8
     path: Path
+    context: int = CONTEXT
+    width: int = 128
+    heads: int = 4
+    depth: int = 4
     name: str = "text"
     scores: tuple[str, ...] = ("bits_per_byte", "val_loss")
 
     @property
     def boundary(self) -> int:
         """Where the held-out part begins."""
-        return len(self.content) - max(CONTEXT + 1, int(len(self.content) * VALIDATION_SHARE))
+        return len(self.content) - max(self.context + 1, int(len(self.content) * VALIDATION_SHARE))
 
     @property
     def samples(self) -> int:
-        return (self.boundary - 1) // CONTEXT
+        return (self.boundary - 1) // self.context
 
     def fingerprint(self) -> str:
         with self.path.open("rb") as file:
@@ -49,18 +51,20 @@ class Text:
                 digest.update(part)
         return digest.hexdigest()
 
+    def on(self, device: torch.device) -> Text:
+        return replace(self, content=self.content.to(device))
+
     def make_model(self) -> nn.Module:
-        """875,264 parameters."""
-        return ByteTransformer(CONTEXT, WIDTH, HEADS, DEPTH)
+        """875,264 parameters, unless told otherwise."""
+        return ByteTransformer(self.context, self.width, self.heads, self.depth)
 
     def windows(self, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes [B, CONTEXT] from each start on, and the same moved by one."""
-        rows = np.stack([self.content[start : start + CONTEXT + 1] for start in starts.tolist()])
-        tokens = torch.from_numpy(rows.astype(np.int64))
+        """Bytes [B, context] from each start on, and the same moved by one."""
+        tokens = self.content[starts[:, None] + torch.arange(self.context + 1, device=starts.device)].long()
         return tokens[:, :-1], tokens[:, 1:]
 
     def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return self.windows(indices * CONTEXT)
+        return self.windows(indices * self.context)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
@@ -68,9 +72,9 @@ class Text:
     def evaluate(self, model: nn.Module, share: Share) -> Tensor:
         device = next(model.parameters()).device
         totals = torch.zeros(2, dtype=torch.float64, device=device)
-        available = (len(self.content) - self.boundary - 1) // CONTEXT
-        stride = max(1, available // VALIDATION_WINDOWS)
-        starts = self.boundary + torch.arange(0, available, stride)[:VALIDATION_WINDOWS] * CONTEXT
+        available = (len(self.content) - self.boundary - 1) // self.context
+        numbers = torch.arange(0, available, max(1, available // VALIDATION_WINDOWS), device=self.content.device)
+        starts = self.boundary + numbers[:VALIDATION_WINDOWS] * self.context
         for part in torch.split(starts[share.rank :: share.world], EVALUATION_BATCH):
             if len(part):  # more workers than windows leave some without any
                 inputs, targets = (tensor.to(device) for tensor in self.windows(part))
@@ -93,7 +97,7 @@ def open_text(data: Path | None) -> Task:
     if size < needed:
         state = "is empty" if size == 0 else f"has {size} bytes"
         raise InputError(f"text: --data {data} {state}; at least {needed} bytes are needed, some 100,000 make sense")
-    return Text(np.memmap(data, dtype=np.uint8, mode="r"), data)
+    return Text(torch.from_numpy(np.memmap(data, dtype=np.uint8, mode="c")), data)
 
 
 KIND = TaskKind(

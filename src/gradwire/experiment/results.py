@@ -1,0 +1,74 @@
+"""The files of a run: a row of figures an epoch, elements sent by tensor, and while it is under way its state.
+
+RUN.csv          one row an epoch, with where the figures come from
+RUN.layers.csv   one row an epoch: elements that one worker sent a step, a column a tensor
+RUN.pt           to go on from; removed when the run is done
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradwire.experiment.virtual import Epoch
+from gradwire.train.errors import InputError
+from gradwire.train.files import write_atomic
+
+Table = list[dict[str, Any]]
+
+
+class Files:
+    """Of one run in one folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.figures, self.layers, self.state = (folder / f"{name}{end}" for end in (".csv", ".layers.csv", ".pt"))
+
+    def epochs(self) -> int:
+        """How many are written down."""
+        return len(read(self.figures))
+
+    def add(self, epoch: Epoch, steps: int, origin: dict[str, str]) -> None:
+        """One more row in each; rows of that epoch and later ones, of a run that was cut and went on, are dropped."""
+        number = int(epoch.row["epoch"])
+        shown = {key: f"{value:.8g}" for key, value in epoch.row.items()}
+        write(self.figures, [*read(self.figures)[: number - 1], shown | origin])
+        counts = {name: f"{count / steps:.6g}" for name, count in epoch.elements.items()}
+        write(self.layers, [*read(self.layers)[: number - 1], {"epoch": str(number)} | counts])
+
+    def save(self, state: dict[str, Any]) -> None:
+        beside = self.state.with_suffix(".unfinished")
+        torch.save(state, beside)
+        beside.replace(self.state)
+
+    def load(self) -> dict[str, Any] | None:
+        """What was saved, if it is there and the rows up to it too."""
+        if not self.state.is_file():
+            return None
+        try:
+            state: dict[str, Any] = torch.load(self.state, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a damaged file makes torch raise
+            raise InputError(f"{self.state} cannot be read ({error}): remove it, and the run starts anew") from error
+        return state if self.epochs() >= state["epochs"] else None
+
+    def finish(self) -> None:
+        self.state.unlink(missing_ok=True)
+
+
+def read(path: Path) -> Table:
+    """All rows; none of a file that is not there."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: Table) -> None:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n", restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomic(path, text.getvalue())
