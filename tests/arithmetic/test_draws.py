@@ -57,9 +57,13 @@ def test_compiled_and_plain_are_the_same_bits(monkeypatch, n_threads):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_draws_the_same_bits():
-    drawn = draws.bits(7, 3, LAYOUT, torch.device("cuda"))
-    assert torch.equal(drawn.cpu(), draws.reference_bits(7, 3, LAYOUT, CPU))
+@pytest.mark.parametrize("where", [LAYOUT, LONG, *LAYOUT], ids=lambda where: getattr(where, "name", "layout"))
+def test_a_gpu_draws_the_same_bits(where):
+    """By Triton and by plain torch; Triton's interpreter: test_triton_qsgd.py."""
+    gpu, wanted = torch.device("cuda"), draws.bits(7, 3, where, CPU, rank=2)
+    assert torch.equal(draws.bits(7, 3, where, gpu, rank=2).cpu(), wanted)
+    if isinstance(where, Layout):
+        assert torch.equal(draws.reference_bits(7, 3, where, gpu, rank=2).cpu(), wanted)
 
 
 def test_buckets_do_not_matter():

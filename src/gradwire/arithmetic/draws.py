@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.compiling import compiles
+from gradwire.arithmetic.compiling import compiles, triton_ready
 from gradwire.layout import Layout, Slot
 from gradwire.threads import equal_parts, shared
 
@@ -42,6 +42,10 @@ def keys(seed: int, step: int, layout: Layout, rank: int = 0) -> np.ndarray[Any,
 def bits(seed: int, step: int, where: Layout | Slot, device: torch.device, rank: int = 0) -> Tensor:
     """int32 [N], every bit drawn."""
     layout = Layout.of([(where.name, where.shape)]) if isinstance(where, Slot) else where
+    if triton_ready(device):
+        from gradwire.arithmetic import triton_draws
+
+        return triton_draws.bits(keys(seed, step, layout, rank), layout, device)
     if not compiles(device):
         return reference_bits(seed, step, layout, device, rank)
     from gradwire.arithmetic import compiled_draws

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic import draws
-from gradwire.arithmetic.compiling import compiles
+from gradwire.arithmetic.compiling import compiles, triton_ready
 from gradwire.arithmetic.groups import Groups, folded, groups_of, largest
 from gradwire.compressors.base import Context
 from gradwire.compressors.fixed import Body, Fixed, rank_by_rank
@@ -61,11 +61,21 @@ class QSGD(Free, Fixed):
 
             keys = draws.keys(self.seed, context.step, layout, context.rank)
             return Body(*compiled_qsgd.write(grad, groups, keys, self.bits, self.norm == "max"))
+        if triton_ready(grad.device):
+            from gradwire.arithmetic import triton_qsgd
+
+            if triton_qsgd.serves(groups):
+                keys = draws.keys(self.seed, context.step, layout, context.rank)
+                return Body(*triton_qsgd.write(grad, groups, keys, self.bits, self.norm == "max"))
+        return self.plain_write(grad, groups, context)
+
+    def plain_write(self, grad: Tensor, groups: Groups, context: Context) -> Body:
+        """`write` in plain torch, on any device: the definition."""
         norms = self.norms(grad, groups)
         scale = groups.spread(norms)
         size = torch.where(scale > 0, grad.abs() / scale * self.levels, 0.0).clamp_(max=self.levels)
         whole = size.floor()
-        chance = draws.uniform(self.seed, context.step, layout, grad.device, context.rank)
+        chance = draws.uniform(self.seed, context.step, context.layout, grad.device, context.rank)
         level = (whole + (chance < size - whole)).int()
         codes = level | ((grad < 0) & (level > 0)).int() << (self.bits - 1)
         words = torch.cat([norms.view(torch.int32), fields.pack(codes, self.bits)])
@@ -86,16 +96,22 @@ class QSGD(Free, Fixed):
         return unsound(norms)
 
     def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
-        """On a CPU tile by tile, all ranks."""
-        if not compiles(out.device):
-            rank_by_rank(self.add, bodies, out, broken, context)
-            return
-        from gradwire.arithmetic import compiled_qsgd
-
+        """All ranks in one pass, tile by tile, where there is a compiler."""
         groups = groups_of(context.layout, self.group)
-        norms, words = bodies[:, : len(groups)].view(torch.float32), bodies[:, len(groups) :]
-        compiled_qsgd.add(words, norms * (1 / len(bodies) / self.levels), groups, self.bits, out)
-        broken |= unsound(norms)
+        if compiles(out.device):
+            from gradwire.arithmetic import compiled_qsgd
+
+            norms, words = bodies[:, : len(groups)].view(torch.float32), bodies[:, len(groups) :]
+            compiled_qsgd.add(words, norms * (1 / len(bodies) / self.levels), groups, self.bits, out)
+            broken |= unsound(norms)
+            return
+        if triton_ready(out.device):
+            from gradwire.arithmetic import triton_qsgd
+
+            if triton_qsgd.serves(groups):
+                triton_qsgd.add(bodies, groups, self.bits, out, broken)
+                return
+        rank_by_rank(self.add, bodies, out, broken, context)
 
 
 def unsound(norms: Tensor) -> Tensor:
