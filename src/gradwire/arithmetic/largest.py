@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.compiling import compiles
+from gradwire.arithmetic.compiling import compiles, triton_ready
 from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import progression
@@ -31,8 +31,13 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
 
     Where fewer than k are found the rest is the tensor's last place with the value 0, also for tensors not `active`.
     """
-    choose = _compiled if compiles(flat.device) else reference
-    return choose(flat, quota, step, exact, active)
+    if compiles(flat.device):
+        return _compiled(flat, quota, step, exact, active)
+    if triton_ready(flat.device) and all(slot.numel < 1 << 31 for slot in quota.layout):  # the kernels count in int32
+        from gradwire.arithmetic import gpu_largest
+
+        return gpu_largest.largest(flat, quota, step, exact, active)
+    return reference(flat, quota, step, exact, active)
 
 
 def reference(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -41,7 +46,7 @@ def reference(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor
     least = []
     for slot, k in zip(layout, quota.counts, strict=True):
         own = slot.of(sizes)
-        floor = own.new_ones(()) if exact or not _sampled(k, slot.numel) else _floor(own, slot, k, step)
+        floor = own.new_ones(()) if exact or not sampled(k, slot.numel) else _floor(own, slot, k, step)
         least.append(floor if k == 0 else torch.maximum(floor, own.topk(k).values[-1]))
     bound = torch.stack(least)
     if active is not None:
@@ -66,7 +71,8 @@ def _within(mask: Tensor, quota: Quota) -> tuple[Tensor, Tensor]:
     return running[1:] - layout.spread(before), running[table.offsets + table.numels] - before
 
 
-def _sampled(k: int, numel: int) -> bool:
+def sampled(k: int, numel: int) -> bool:
+    """Whether the floor of a tensor comes from a sample."""
     return k >= FEWEST and 2 * k <= numel
 
 
@@ -86,7 +92,7 @@ def _compiled(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor
     segments = segments_of(layout, torch.get_num_threads(), CHUNK)
     floors = np.ones(len(layout), np.int32)
     for number, (slot, k) in enumerate(zip(layout, quota.counts, strict=True)):
-        if _sampled(k, slot.numel):
+        if sampled(k, slot.numel):
             line = progression(key_of(0, step, slot.name), slot.numel)
             floors[number] = compiled_largest.floor(slot.of(flat).numpy(), *line, EXPECTED * slot.numel // k, RANK)
     if active is not None:

@@ -127,11 +127,9 @@ class TopK(Held, Fixed):
                 tensor.index_add_(0, index, sent)
 
         owner = quota.tensor(grad.device)
-        counts = torch.zeros(len(context.layout), dtype=torch.int64, device=grad.device)
-        counts.index_add_(0, owner, (values != 0).long())
         within = index - quota.table(grad.device).offsets[owner]
         words = torch.cat([values.view(torch.int32), places.pack(within, owner, Code.of(quota))])
-        return Body(words, values.abs().sum(), undo, counts)
+        return Body(words, values.abs().sum(), undo, quota.true_of(values != 0))
 
     def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
         rank_by_rank(self.add, bodies, out, broken, context)

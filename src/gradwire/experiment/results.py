@@ -8,7 +8,6 @@ RUN.pt           to go on from; removed when the run is done
 from __future__ import annotations
 
 import csv
-import io
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 
 from gradwire.experiment.virtual import Epoch
 from gradwire.train.errors import InputError
-from gradwire.train.files import write_atomic
 
 Table = list[dict[str, Any]]
 
@@ -31,13 +29,20 @@ class Files:
         """How many are written down."""
         return len(read(self.figures))
 
+    def cut(self, epochs: int) -> None:
+        """Rows after so many epochs, of a run that stopped later than its last save, are dropped."""
+        for path in (self.figures, self.layers):
+            rows = read(path)
+            if len(rows) > epochs:
+                path.unlink()
+                for row in rows[:epochs]:
+                    append(path, row)
+
     def add(self, epoch: Epoch, steps: int, origin: dict[str, str]) -> None:
-        """One more row in each; rows of that epoch and later ones, of a run that was cut and went on, are dropped."""
-        number = int(epoch.row["epoch"])
-        shown = {key: f"{value:.8g}" for key, value in epoch.row.items()}
-        write(self.figures, [*read(self.figures)[: number - 1], shown | origin])
+        """One more row in each."""
+        append(self.figures, {key: f"{value:.8g}" for key, value in epoch.row.items()} | origin)
         counts = {name: f"{count / steps:.6g}" for name, count in epoch.elements.items()}
-        write(self.layers, [*read(self.layers)[: number - 1], {"epoch": str(number)} | counts])
+        append(self.layers, {"epoch": f"{epoch.row['epoch']:.0f}"} | counts)
 
     def save(self, state: dict[str, Any]) -> None:
         beside = self.state.with_suffix(".unfinished")
@@ -66,9 +71,11 @@ def read(path: Path) -> Table:
         return list(csv.DictReader(file))
 
 
-def write(path: Path, rows: Table) -> None:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[-1]), lineterminator="\n", restval="", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomic(path, text.getvalue())
+def append(path: Path, row: dict[str, str]) -> None:
+    """Streamed, so that what is there can be looked at while the run goes on."""
+    new = not path.exists()
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(row), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)

@@ -72,6 +72,7 @@ class Runner:
         trainer = Virtual(self.experiment, run, self.task, self.device)
         if (state := files.load()) is not None:
             trainer.load_state_dict(state)
+        files.cut(trainer.epochs_done)
         saved = self.clock()
         while trainer.epochs_done < self.experiment.epochs:
             epoch = trainer.epoch()
