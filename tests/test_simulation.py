@@ -195,6 +195,26 @@ def test_refusals():
         simulation.backward(*batches(0, 2))
 
 
+@pytest.mark.parametrize("messages", [True, False])
+def test_other_options_in_mid_run(spawn, messages):
+    simulation, optimizer = simulated(VGC(alpha=1.0), 2, messages=messages)
+    prints = advance(simulation, optimizer, range(4))
+    simulation.compressor = VGC(alpha=2.0)
+    prints += advance(simulation, optimizer, range(4, 8))
+    assert spawn(2, retuned)[0] == prints
+    with pytest.raises(TypeError, match="same method"):
+        simulation.compressor = Dense()
+
+
+def retuned() -> list[str]:
+    model = scenes.ddp(network())
+    wire, optimizer = gradwire.attach(model, VGC(alpha=1.0)), scenes.sgd(model)
+    seed_worker(SEED, dist.get_rank())
+    prints = list(scenes.train(model, range(4), optimizer))
+    wire.compressor = VGC(alpha=2.0)
+    return prints + list(scenes.train(model, range(4, 8), optimizer))
+
+
 def test_the_model_itself_is_left_alone():
     simulation, optimizer = simulated(VGC(alpha=1.0), 2)
     forwards = [module.__dict__.get("forward") for module in simulation.model.modules()]

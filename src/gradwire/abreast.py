@@ -45,9 +45,12 @@ class Abreast:
 
     def __init__(self, compressor: VGC | Strom, layout: Layout, workers: int, device: torch.device) -> None:
         self.layout, self.workers = layout, workers
-        self.vgc = compressor if isinstance(compressor, VGC) else compressor.as_vgc
+        self.use(compressor)
         self.whole = Layout.of((slot.name, slot.shape) for _ in range(workers) for slot in layout)
         self.state = compressor.init(self.whole, device)
+
+    def use(self, compressor: VGC | Strom) -> None:
+        self.vgc = compressor if isinstance(compressor, VGC) else compressor.as_vgc
 
     def states(self) -> list[Any]:
         """Each worker's, as views."""

@@ -62,6 +62,12 @@ class Ranks:
         self.capacity = Capacity(WORD_BYTES * layout.numel, world_size, numels)
         self.meter = Meter(layout.numel * world_size, device)  # of all workers together
 
+    def use(self, compressor: Any) -> None:
+        """The same method with other options."""
+        self.compressor = compressor
+        if self.abreast is not None:
+            self.abreast.use(compressor)
+
     def context(self, active: Tensor | None = None, dense: bool = False) -> Context:
         capacity: tuple[int, ...] = ()
         if self.planned:

@@ -67,7 +67,7 @@ class Simulation:
         messages: bool | None,
         moments: dict[str, Any],
     ) -> None:
-        self.model, self.compressor, self.loss, self.workers = model, compressor, loss, workers
+        self.model, self.loss, self.workers = model, loss, workers
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not self.parameters:
             raise AttachError("simulate: no parameter of the model is trained")
@@ -98,6 +98,17 @@ class Simulation:
     def steps(self) -> int:
         """Exchanges so far."""
         return self.ranks.number
+
+    @property
+    def compressor(self) -> Compressor:
+        return self.ranks.compressor  # type: ignore[no-any-return]
+
+    @compressor.setter
+    def compressor(self, compressor: Compressor) -> None:
+        """The same method with other options, from the next step on; what is held back stays."""
+        if type(compressor) is not type(self.compressor):
+            raise TypeError(f"a simulation of {self.compressor!r} goes on with the same method, not {compressor!r}")
+        self.ranks.use(compressor)
 
     def backward(self, *batch: Tensor) -> Tensor:
         """One step of all workers: batch tensors are [W, B, ...], a row a worker. Returns their losses, [W].

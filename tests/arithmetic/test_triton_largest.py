@@ -82,7 +82,7 @@ def check_inactive(device: str) -> None:
 def check_ties(device: str) -> None:
     """Many, nearly all, and all alike: then it is the first places of every tensor."""
     layout = layout_of(SIZES)
-    for density in (0.1, 0.4):
+    for density in (0.1,) if device == "cpu" else (0.1, 0.4):  # the interpreter takes seconds for each
         check((normal(layout.numel) * 2).round() / 2, layout, density, device)
         sparse = torch.where(normal(layout.numel, 1) > 2, -1.0, 0.5)
         check(sparse, layout, density, device)
@@ -96,7 +96,7 @@ def check_ties(device: str) -> None:
 def check_zeros(device: str) -> None:
     """Of both signs, everywhere or nearly; a tensor of the smallest denormals, and some among zeros."""
     layout = layout_of([33, 1, 0, 1500])
-    for density in (0.1, 0.6):
+    for density in (0.1,) if device == "cpu" else (0.1, 0.6):
         assert not check(torch.zeros(layout.numel), layout, density, device)[True].any()
         signs = torch.where(normal(layout.numel) > 0, 0.0, -0.0)
         assert not check(signs, layout, density, device)[True].any()
@@ -134,10 +134,10 @@ def check_sample(device: str) -> None:
 
 
 def check_shapes(device: str) -> None:
-    """One tensor, sixty, tensors without elements alone; a vector that is not aligned."""
+    """One tensor, many, tensors without elements alone; a vector that is not aligned."""
     for size in (1, 31, 33, 4096):
         check(normal(size), layout_of([size]), 0.1, device)
-    many = layout_of([1 + 37 * number % 300 for number in range(60)])
+    many = layout_of([1 + 37 * number % 300 for number in range(24 if device == "cpu" else 60)])
     check(normal(many.numel), many, 0.1, device)
     check(normal(0), layout_of([0, 0]), 0.1, device)
     layout = layout_of([4099, 5])

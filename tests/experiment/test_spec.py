@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradwire import TopK
 from gradwire.experiment.schedule import Course
 from gradwire.experiment.spec import from_table, open_task, read
 from gradwire.train.errors import InputError
@@ -22,6 +24,20 @@ def test_runs_are_all_combinations_seed_by_seed() -> None:
     assert [run.seed for run in runs] == [0] * 8 + [1] * 8
     assert runs[0].name == "sgd-dense-x0.4-seed0"
     assert runs[-1].name == "adam-vgc-alpha-1-seed1"
+
+
+def test_a_density_that_falls_keeps_its_mean() -> None:
+    table = GOOD | {"methods": ["dense", "topk:density=0.01"], "fronts": [0, 3]}
+    runs = from_table(table).runs
+    assert [run.name for run in runs] == [
+        "sgd-dense-seed0",
+        "sgd-topk-density-0.01-seed0",
+        "sgd-topk-density-0.01-front3-seed0",
+    ]
+    assert runs[1].compressor(0.7) == TopK(density=0.01)
+    densities = [runs[2].compressor((number + 0.5) / 1000).density for number in range(1000)]
+    assert sum(densities) / 1000 == pytest.approx(0.01, rel=1e-3)
+    assert densities[0] / densities[-1] == pytest.approx(math.exp(3), rel=1e-2)
 
 
 def test_learning_rates() -> None:
@@ -64,6 +80,7 @@ def test_the_same_schedule_in_fewer_epochs() -> None:
         ({"epochs": True}, "epochs must not be True"),
         ({"workers": 0}, "workers must be 1 or more"),
         ({"seeds": [0.5]}, "seeds must be a list"),
+        ({"fronts": [-1]}, "fronts must be 0 or more"),
         ({"precision": "fp4"}, "precision must be one of"),
         ({"schedule": {"kind": "halving"}}, r"\[schedule.sgd\]"),
         ({"schedule": {"sgd": {"kind": "halving"}}}, "times"),

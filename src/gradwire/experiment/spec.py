@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 import tomllib
 
+from gradwire.compressors import Compressor, from_spec
 from gradwire.experiment.schedule import Course
 from gradwire.train import optimizers, tasks
 from gradwire.train.errors import InputError
@@ -29,13 +31,23 @@ class Run:
     method: str
     rate: float  # times the optimizer's learning rate
     seed: int
+    front: float = 0.0  # how much more is sent at the beginning: the density falls as exp(-front t / T), its mean stays
 
     @property
     def name(self) -> str:
         """For people and for files."""
         method = re.sub(r"[^A-Za-z0-9.]+", "-", self.method).strip("-")
         rate = "" if self.rate == 1 else f"-x{self.rate:g}"
-        return f"{self.optimizer}-{method}{rate}-seed{self.seed}"
+        front = f"-front{self.front:g}" if self.front else ""
+        return f"{self.optimizer}-{method}{front}{rate}-seed{self.seed}"
+
+    def compressor(self, done: float) -> Compressor:
+        """What is used where a part `done` of the run is done."""
+        method: Any = from_spec(self.method)
+        if not self.front:
+            return method  # type: ignore[no-any-return]
+        part = self.front / -math.expm1(-self.front) * math.exp(-self.front * done)
+        return dataclasses.replace(method, density=min(1.0, float(f"{method.density * part:.4g}")))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Experiment:
     optimizers: tuple[str, ...] = ("sgd",)
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] = (1.0,)
+    fronts: tuple[float, ...] = (0.0,)  # for methods with a density
     learning_rate: Mapping[str, float] = field(default_factory=dict)  # by optimizer
     weight_decay: float | None = None
     schedule: Mapping[str, Course] = field(default_factory=dict)  # by optimizer; a constant learning rate otherwise
@@ -74,14 +87,17 @@ class Experiment:
                 raise InputError(f"{name} must be 1 or more, not {number}")
         if not all((self.methods, self.optimizers, self.seeds, self.rates)):
             raise InputError("methods, optimizers, seeds and rates must each name at least one")
+        if any(front < 0 for front in self.fronts):
+            raise InputError(f"fronts must be 0 or more, got {list(self.fronts)}")
         if self.precision not in PRECISIONS:
             raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
 
     @property
     def runs(self) -> list[Run]:
         """Seed by seed, so that one of everything is there first."""
-        every = itertools.product(self.seeds, self.optimizers, self.rates, self.methods)
-        return [Run(optimizer, method, rate, seed) for seed, optimizer, rate, method in every]
+        every = itertools.product(self.seeds, self.optimizers, self.rates, self.fronts, self.methods)
+        runs = [Run(optimizer, method, rate, seed, front) for seed, optimizer, rate, front, method in every]
+        return [run for run in runs if not run.front or has_density(run.method)]
 
     def full_rate(self, run: Run) -> float:
         """The highest learning rate of a run."""
@@ -93,6 +109,10 @@ class Experiment:
     def rate_at(self, run: Run, done: float) -> float:
         """The learning rate where a part `done` of the run is done."""
         return self.full_rate(run) * self.schedule.get(run.optimizer, Course()).at(done)
+
+
+def has_density(method: str) -> bool:
+    return getattr(from_spec(method), "density", None) is not None
 
 
 def read(path: Path) -> Experiment:
@@ -118,11 +138,16 @@ def from_table(table: Mapping[str, Any]) -> Experiment:
     return Experiment(**{name: _value(name, value) for name, value in table.items()})
 
 
-LISTS: dict[str, type | tuple[type, ...]] = {"methods": str, "optimizers": str, "seeds": int, "rates": (int, float)}
+NUMBER = (int, float)
+LISTS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("methods", "optimizers"), str),
+    **dict.fromkeys(("rates", "fronts"), NUMBER),
+    "seeds": int,
+}
 SCALARS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("task", "about", "precision"), str),
     **dict.fromkeys(("epochs", "workers", "batch", "steps_per_epoch"), int),
-    "weight_decay": (int, float),
+    "weight_decay": NUMBER,
     "augment": bool,
 }
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.compressors import from_spec
 from gradwire.experiment.augment import crop_and_flip
 from gradwire.experiment.spec import Experiment, Run
 from gradwire.stats import Stats
@@ -42,7 +41,7 @@ class Virtual:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
         self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), 0.0, decay, device.type == "cuda")
-        method = from_spec(run.method)
+        method = run.compressor(0.0)
         self.simulation = gradwire.simulate(self.model, method, self.loss, workers=experiment.workers, seed=run.seed)
         whole = sharding.steps_left(task.samples, experiment.workers, self.batch)
         self.steps = min(whole, experiment.steps_per_epoch or whole)
@@ -62,6 +61,7 @@ class Virtual:
         order = sharding.epoch_order(self.task.samples, self.run.seed, self.epochs_done).to(self.device)
         taken = order[: self.steps * workers * self.batch].view(self.steps, workers * self.batch)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.simulation.compressor = self.run.compressor(self.epochs_done / self.experiment.epochs)
         self.simulation.reset_stats()
         for number, indices in enumerate(taken):
             rate = self._rate(number)
