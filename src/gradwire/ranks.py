@@ -12,9 +12,12 @@ from torch import Tensor
 from gradwire.abreast import Abreast, fits
 from gradwire.capacity import Capacity, Plan
 from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds, Sum, needs_room, tensors
+from gradwire.compressors.fixed import Body
 from gradwire.compressors.held import everything
 from gradwire.layout import Layout
+from gradwire.repeated import FIRST, Repeated, repeats
 from gradwire.stats import Meter
+from gradwire.wire import header
 
 CPU = torch.device("cpu")
 WORD_BYTES = 4
@@ -55,6 +58,8 @@ class Ranks:
         else:
             stateless = isinstance(compressor, Sum)
             self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
+        self.repeated: Repeated | None = None
+        self._repeats = abreast and repeats(compressor, device)
         self.rooms: tuple[int, ...] | None = None
         self.needs_room = needs_room(compressor)
         self.planned = planned and self.needs_room
@@ -64,7 +69,9 @@ class Ranks:
 
     def use(self, compressor: Any) -> None:
         """The same method with other options."""
-        self.compressor = compressor
+        if compressor == self.compressor:
+            return
+        self.compressor, self.repeated = compressor, None
         if self.abreast is not None:
             self.abreast.use(compressor)
 
@@ -93,6 +100,8 @@ class Ranks:
         context = self.context(active, dense)
         if isinstance(self.compressor, Sum):
             done = self._cast(grads, self.compressor)
+        elif self._repeats and isinstance(grads, Tensor) and self.number >= FIRST and not context.dense:
+            done = self._again(grads, context)
         elif isinstance(self.compressor, Rounds):
             done = self._summed(grads, context)
         else:
@@ -156,13 +165,19 @@ class Ranks:
         self._count(outcomes, context.dense)
         return Done(first.mean, finite, n_bytes, [one.undo for one in outcomes])
 
+    def _again(self, grads: Tensor, context: Context) -> Done:
+        self.repeated = self.repeated or Repeated(self.compressor, self.states, header.FIXED)
+        made = self.repeated(grads, context)
+        self._count(made.sent, False)
+        return Done(made.mean, bool(made.finite), made.n_bytes, made.undo)
+
     def _cast(self, grads: Rows, compressor: Sum) -> Done:
         sent = [(grad * (1 / self.world_size)).to(compressor.wire_dtype(grad.dtype)) for grad in grads]
         mean = torch.stack(sent).sum(0).float()
         self._count([], True)
         return Done(mean, bool(torch.isfinite(mean).all()), sent[0].numel() * sent[0].element_size())
 
-    def _count(self, sent: Sequence[Message | Outcome], everything: bool) -> None:
+    def _count(self, sent: Sequence[Message | Outcome | Body], everything: bool) -> None:
         """Elements of all workers, and |sent|_1."""
         norm = torch.stack([one.sent_norm for one in sent]).sum() if sent else None
         counts = [one.sent for one in sent if one.sent is not None]

@@ -41,8 +41,9 @@ def simulate(
     loss: (module, *batch) -> the loss of one worker; it is called with a copy of the model.
     seed: of the workers' random numbers (dropout), as `gradwire train --seed`.
     capture: the workers' passes as one CUDA graph; None: on a GPU.
-    messages: whether VGC's and Strom's messages are written and read back byte by byte. The result is the same bit for
-    bit, and their length is known from their room; None: not on a GPU, where it takes longer than all the rest.
+    messages: whether every message is written and read back. Without it VGC and Strom are computed for all workers at
+    once, and methods whose steps are all alike run as a CUDA graph; the elements are the same, and the length of a
+    message is known from its room. None: not on a GPU, where messages would take longer than all the rest.
     batch_dim, estimator, exact, strict: as of `attach`.
     """
     if workers < 1:

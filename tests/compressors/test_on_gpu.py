@@ -41,3 +41,27 @@ def test_a_bad_value_on_a_gpu(name: str) -> None:
     for undo in done.undo:
         undo()
     assert all(bool(torch.isfinite(tensor).all()) for state in ranks.snapshot() for tensor in state)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if getattr(row.compressor, "alike", False)])
+def test_a_graph_of_all_workers_on_a_gpu(name: str) -> None:
+    """Of methods whose steps are all alike: what the same workers do without a graph, and a bad value is taken back."""
+    compressor, cuda = ROWS[name].compressor, torch.device("cuda")
+    plain, graph = (Ranks(compressor, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
+    held = torch.zeros(3, LAYOUT.numel, device=cuda)
+    for step in range(6):
+        grads = torch.stack([gradient(step, rank) for rank in range(3)]).cuda()
+        if step == 4:
+            grads[1, 7] = torch.inf
+        held.copy_(grads)
+        found, wanted = graph.exchange(held, held), plain(list(grads))
+        assert (found.finite, found.n_bytes) == (wanted.finite, wanted.n_bytes)
+        if found.finite:
+            torch.testing.assert_close(found.mean, wanted.mean, rtol=1e-4, atol=1e-5)
+        else:
+            for undo in [*found.undo, *wanted.undo]:
+                undo()
+        for ours, theirs in zip(graph.snapshot(), plain.snapshot(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert graph.repeated is not None
+    assert graph.meter.stats([]).elements_sent == plain.meter.stats([]).elements_sent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ class FP8(Free, Fixed):
     """
 
     format: str = "e4m3"
+
+    alike: ClassVar[bool] = True  # nothing in a step depends on its number
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

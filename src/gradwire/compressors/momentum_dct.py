@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class MomentumDCT(Held, Fixed):
     k: int = 8
     momentum: float = 0.999
     sign: bool = False
+
+    alike: ClassVar[bool] = True  # nothing in a step depends on its number
 
     def __post_init__(self) -> None:
         for name, most in (("chunk", LONGEST), ("k", LONGEST**2)):

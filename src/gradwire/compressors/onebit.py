@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class OneBit(Held, Fixed):
     On the wire: 1 bit an element and 64 bits a column, so 1 + 64 / L bits an element for columns of L: 1.02 for a 3x3
     convolution of 512 channels, 3.4 for one of the 3 colours, and for L <= 2 more than float32 takes.
     """
+
+    alike: ClassVar[bool] = True  # nothing in a step depends on its number
 
     def body_words(self, layout: Layout) -> int:
         return 2 * len(columns_of(layout)) + fields.n_words(layout.numel, 1)

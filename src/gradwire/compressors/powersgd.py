@@ -56,6 +56,11 @@ class PowerSGD(Held):
         if not 1 <= self.min_compression < math.inf:
             raise ValueError(f"PowerSGD: min_compression must be a finite number >= 1, got {self.min_compression}")
 
+    @property
+    def alike(self) -> bool:
+        """Whether nothing in a step depends on its number."""
+        return self.warm_start
+
     def init(self, layout: Layout, device: torch.device) -> Any:
         state = super().init(layout, device)
         if not self.warm_start:

@@ -4,7 +4,7 @@ arXiv:1810.05291)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class SignSGD(Held, Fixed):
 
     feedback: bool = True
     vote: bool = False
+
+    alike: ClassVar[bool] = True  # nothing in a step depends on its number
 
     def __post_init__(self) -> None:
         if self.feedback and self.vote:

@@ -85,6 +85,11 @@ class TopK(Held, Fixed):
             return self._final
         return float(f"{WARM * (self._final / WARM) ** (step / self.warmup):.6g}")
 
+    @property
+    def alike(self) -> bool:
+        """Whether nothing in a step depends on its number."""
+        return self.exact and not self.warmup
+
     def init(self, layout: Layout, device: torch.device) -> Residual:
         state: Residual = super().init(layout, device)
         return Velocity(state.residual, torch.zeros_like(state.residual)) if self.momentum else state

@@ -145,6 +145,7 @@ KIND = TaskKind(
         schedules={
             "adam": Schedule(1e-3),
             "adamw": Schedule(1e-3),
+            "plain": Schedule(0.05, times_workers=True, halve_every=25),
             "sgd": Schedule(0.05, times_workers=True, halve_every=25),
         },
         weight_decay=5e-4,

@@ -15,6 +15,7 @@ Maker = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Maker] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "plain": torch.optim.SGD,  # for methods that have the momentum in what they hold back
     "sgd": partial(torch.optim.SGD, momentum=0.9),
 }
 

@@ -107,6 +107,6 @@ KIND = TaskKind(
     defaults=Defaults(
         epochs=1,
         batch=16,
-        schedules={"adam": Schedule(1e-3), "adamw": Schedule(1e-3), "sgd": Schedule(0.1)},
+        schedules={"adam": Schedule(1e-3), "adamw": Schedule(1e-3), "plain": Schedule(0.1), "sgd": Schedule(0.1)},
     ),
 )
