@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format bench docs-demo clean
+.PHONY: demo test lint format bench results docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -27,6 +27,10 @@ format: $(VENV)/.dev
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks cpu
 	$(BIN)/python -m benchmarks docs
+
+# docs/results.md and its pictures from experiments/results/, which `gradwire experiment` writes.
+results: $(VENV)/.bench
+	$(BIN)/python -m experiments
 
 # Measures the demo again (docs/results/demo.csv) and writes its table into the README.
 docs-demo: $(VENV)/.demo

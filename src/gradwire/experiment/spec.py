@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,11 @@ from gradwire.train import optimizers, tasks
 from gradwire.train.errors import InputError
 from gradwire.train.settings import make_compressor
 from gradwire.train.task import Task
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # the same by another name
+    import tomli as tomllib
 
 PRECISIONS = ("float32", "bf16")
 

@@ -1,0 +1,191 @@
+"""The committed results of the experiments in this folder; `python -m experiments` makes docs/results.md of them.
+
+A study is one experiment with one optimizer. A setting is a method with a learning rate in it, and has a run a seed.
+Only finished runs are read: those with a row for every epoch of the TOML.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from gradwire.experiment import results, spec
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Score:
+    """How a task is judged; sign: 1 where more is better. far: so much worse than Dense is called a failure."""
+
+    column: str
+    title: str
+    unit: str
+    points: str
+    scale: float
+    digits: int
+    sign: int
+    far: float
+
+    def shown(self, value: float) -> str:
+        return f"{value:.{self.digits}f} {self.unit}" if math.isfinite(value) else "diverged"
+
+
+SCORES = (
+    Score("test_accuracy", "test accuracy", "%", "points", scale=100, digits=2, sign=1, far=20),
+    Score("bits_per_byte", "bits per byte", "bits", "bits", scale=1, digits=4, sign=-1, far=1),
+)
+
+
+@dataclass(frozen=True)
+class History:
+    """One finished run, a row an epoch; layers: elements that one worker sent a step, a column a tensor."""
+
+    rows: results.Table
+    layers: results.Table
+
+    def column(self, name: str) -> list[float]:
+        return [float(row[name]) for row in self.rows]
+
+    @property
+    def score(self) -> Score:
+        return next(score for score in SCORES if score.column in self.rows[0])
+
+    @property
+    def scores(self) -> list[float]:
+        """Epoch by epoch, as shown; what is no number counts as the worst there is."""
+        values = (value * self.score.scale for value in self.column(self.score.column))
+        return [-self.score.sign * math.inf if math.isnan(value) else value for value in values]
+
+    @property
+    def ratio(self) -> float:
+        """Of the whole run: parameters x steps / elements, so the epochs' harmonic mean; 1 / inf are no elements."""
+        share = fmean(1 / ratio for ratio in self.column("ratio"))
+        return 1 / share if share else math.inf
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Every figure is the median over the seeds that have finished."""
+
+    method: str
+    rate: float
+    histories: tuple[History, ...]
+
+    @property
+    def name(self) -> str:
+        return self.method if self.rate == 1 else f"{self.method} x{self.rate:g}"
+
+    @property
+    def kind(self) -> str:
+        return self.method.partition(":")[0].lower()
+
+    @property
+    def scores(self) -> list[float]:
+        """Of the last epoch, a seed each."""
+        return [history.scores[-1] for history in self.histories]
+
+    @property
+    def score(self) -> float:
+        return median(self.scores)
+
+    @property
+    def ratio(self) -> float:
+        return median(history.ratio for history in self.histories)
+
+    @property
+    def last_ratio(self) -> float:
+        return self.typical("ratio", lambda epochs: epochs[-1])
+
+    @property
+    def parameters(self) -> float:
+        return self.typical("dense_bytes_a_step", lambda epochs: epochs[-1]) / 4
+
+    @property
+    def n_bytes(self) -> float:
+        """A step, as handed to the collective by one worker: heads, padding and dense steps included."""
+        return self.typical("bytes_a_step", fmean)
+
+    @property
+    def times_fewer(self) -> float:
+        return 4 * self.parameters / self.n_bytes if self.n_bytes else math.inf
+
+    @property
+    def time_ms(self) -> float:
+        """A step of the median epoch: the first one compiles and captures."""
+        return self.typical("ms_a_step", median)
+
+    def typical(self, column: str, of_epochs: Callable[[list[float]], float]) -> float:
+        return median(of_epochs(history.column(column)) for history in self.histories)
+
+
+@dataclass(frozen=True)
+class Study:
+    """The settings with at least one finished run, in the order of the TOML."""
+
+    optimizer: str
+    settings: tuple[Setting, ...]
+
+    @property
+    def score(self) -> Score:
+        return self.settings[0].histories[0].score
+
+    @property
+    def best(self) -> list[Setting]:
+        """Of every method the learning rate with the best score, by the test data, which flatters all of them alike."""
+        methods = dict.fromkeys(setting.method for setting in self.settings)
+        rates = ([setting for setting in self.settings if setting.method == method] for method in methods)
+        return [max(found, key=lambda setting: self.score.sign * setting.score) for found in rates]
+
+    @property
+    def dense(self) -> Setting | None:
+        return next((setting for setting in self.best if setting.kind == "dense"), None)
+
+    def lost(self, setting: Setting) -> float:
+        """What a setting is worse than Dense; less than 0 where it is better."""
+        return self.score.sign * (self.dense.score - setting.score) if self.dense else math.nan
+
+
+@dataclass(frozen=True)
+class Results:
+    """All there is of one TOML."""
+
+    name: str
+    plan: spec.Experiment
+    finished: dict[spec.Run, History]
+
+    @property
+    def studies(self) -> list[Study]:
+        every = (Study(optimizer, self._settings(optimizer)) for optimizer in self.plan.optimizers)
+        return [study for study in every if study.settings]
+
+    def _settings(self, optimizer: str) -> tuple[Setting, ...]:
+        found = []
+        for method, rate in itertools.product(self.plan.methods, self.plan.rates):
+            runs = (spec.Run(optimizer, method, rate, seed) for seed in self.plan.seeds)
+            if histories := tuple(self.finished[run] for run in runs if run in self.finished):
+                found.append(Setting(method, rate, histories))
+        return tuple(found)
+
+    @property
+    def missing(self) -> list[spec.Run]:
+        return [run for run in self.plan.runs if run not in self.finished]
+
+
+def load(folder: Path = FOLDER) -> list[Results]:
+    """Every TOML of the folder, with what lies in results/NAME beside it."""
+    return [_load(path, folder / "results" / path.stem) for path in sorted(folder.glob("*.toml"))]
+
+
+def _load(path: Path, folder: Path) -> Results:
+    plan, finished = spec.read(path), {}
+    for run in plan.runs:
+        files = results.Files(folder, run.name)
+        rows = results.read(files.figures)
+        if len(rows) == plan.epochs:
+            finished[run] = History(rows, results.read(files.layers))
+    return Results(path.stem, plan, finished)

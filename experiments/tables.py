@@ -1,0 +1,204 @@
+"""What docs/results.md says in words and tables, made of the finished runs; no number of it is written by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+from experiments import Results, Setting, Study
+from gradwire.train import tasks
+
+WORDS = ("vgc", "strom")  # what the paper sends in 32 bits an element
+
+
+def number(value: float) -> str:
+    """A ratio, in as many digits as one reads."""
+    if math.isinf(value):
+        return "∞"
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def kilobytes(n_bytes: float) -> str:
+    return f"{n_bytes / 1000:,.1f}"
+
+
+def listed(parts: Iterable[str]) -> str:
+    *before, last = parts
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def seeds(count: int) -> str:
+    return f"{count} seed" + "s" * (count != 1)
+
+
+def table(study: Study) -> str:
+    """A row a method and learning rate; of several rates the best in bold."""
+    score = study.score
+    head = (
+        "method",
+        "seeds",
+        f"{score.title}, last epoch",
+        f"to Dense, {score.points}",
+        "ratio, whole run",
+        "ratio, last epoch",
+        "kB a step in the paper's words",
+        "kB a step as sent",
+        "times fewer than float32",
+        "ms a step",
+    )
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1), *(_row(study, setting) for setting in study.settings)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(study: Study, setting: Setting) -> list[str]:
+    score = study.score
+    seen = score.shown(setting.score)
+    if len(setting.scores) > 1:
+        seen += f" ({min(setting.scores):.{score.digits}f} to {max(setting.scores):.{score.digits}f})"
+    apart = -score.sign * study.lost(setting)  # nan without Dense
+    bold = "**" * (setting in study.best and len(study.best) < len(study.settings))
+    return [
+        f"{bold}`{setting.name}`{bold}",
+        str(len(setting.scores)),
+        seen,
+        f"{apart:+.{score.digits}f}" if math.isfinite(apart) and setting is not study.dense else "-",
+        number(setting.ratio),
+        number(setting.last_ratio),
+        kilobytes(4 * setting.parameters / setting.ratio) if setting.kind in WORDS else "-",
+        kilobytes(setting.n_bytes),
+        number(setting.times_fewer),
+        f"{setting.time_ms:.1f}",
+    ]
+
+
+def summary(every: list[Results]) -> str:
+    """Where VGC loses: one sentence over all, then a line a study that has Dense to compare with."""
+    compared = [(results, study) for results in every for study in results.studies if study.dense]
+    settings = [(study, setting) for _, study in compared for setting in study.best if setting.kind == "vgc"]
+    if not settings:
+        return "Nothing is known yet: no run of VGC has finished beside one of Dense.\n"
+    worse = sum(study.lost(setting) > 0 for study, setting in settings)
+    how_many = f"all {worse}" if worse == len(settings) else f"{worse} of the {len(settings)}"
+    lead = (
+        f"**Where VGC loses.** After the same number of epochs VGC ends worse than Dense in {how_many} settings that "
+        "have run (a setting: an experiment, an optimizer, a method)."
+    )
+    return "\n".join([lead, "", *(line(results, study) for results, study in compared)]) + "\n"
+
+
+def line(results: Results, study: Study) -> str:
+    """One study: Dense, VGC by what it loses, what fails, and what is better than VGC in both score and bytes."""
+    dense, score = study.dense, study.score
+    assert dense is not None
+    counts = sorted({len(setting.scores) for setting in study.best})
+    of_seeds = seeds(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
+    failed = [setting for setting in study.best if study.lost(setting) > score.far]
+    others = [setting for setting in study.best if setting.kind == "vgc" and setting not in failed]
+    said = [
+        f"- **{results.name}, {study.optimizer}** ({results.plan.epochs} epochs, {of_seeds}): Dense ends at "
+        f"{score.shown(dense.score)}."
+    ]
+    for verb, worse in (("loses", True), ("gains", False)):
+        if found := [_outcome(study, setting) for setting in others if (study.lost(setting) > 0) == worse]:
+            said.append(f"VGC {verb}: {listed(found)}.")
+    if failed:
+        names = listed(f"`{setting.name}` ({score.shown(setting.score)})" for setting in failed)
+        said.append(f"More than {score.far:g} {score.points} worse than Dense: {names}.")
+    if beaten := _beaten(study):
+        said.append(f"Worse in both score and bytes than a method that is not VGC: {listed(beaten)}.")
+    return " ".join(said)
+
+
+def _outcome(study: Study, setting: Setting) -> str:
+    score = study.score
+    lost = f"{abs(study.lost(setting)):.{score.digits}f} {score.points}"
+    return f"`{setting.name}` {lost} ({score.shown(setting.score)}, ratio {number(setting.ratio)})"
+
+
+def _beaten(study: Study) -> list[str]:
+    """VGC's settings that send more for a worse score, each with one that does better, the smallest."""
+    found, sign = [], study.score.sign
+    rivals = sorted((other for other in study.best if other.kind != "vgc"), key=lambda other: other.n_bytes)
+    for setting in study.best:
+        better = (r for r in rivals if sign * (r.score - setting.score) > 0 and r.n_bytes < setting.n_bytes)
+        if setting.kind == "vgc" and (rival := next(better, None)):
+            found.append(f"`{setting.name}` (than `{rival.name}`)")
+    return found
+
+
+def runs(every: list[Results]) -> str:
+    """What was run, where, and what was not."""
+    lines = []
+    for results in every:
+        said = [
+            f"- **`{results.name}`** ({results.plan.about}): {len(results.finished)} of {len(results.plan.runs)} runs"
+        ]
+        said[0] += f", {_origin(results)}." if results.finished else "."
+        if results.missing:
+            said.append(f"Not run: {'; '.join(_missing(results))}.")
+        lines.append(" ".join(said))
+    return "\n".join(lines) + "\n"
+
+
+def _origin(results: Results) -> str:
+    columns = [
+        sorted({history.rows[-1][name] for history in results.finished.values()})
+        for name in ("hardware", "torch", "commit")
+    ]
+    hardware, torch, commits = (" and ".join(found) for found in columns)
+    return f"{hardware}, torch {torch}, commit {commits}"
+
+
+def _missing(results: Results) -> list[str]:
+    """By optimizer, in the order of the TOML."""
+    plan, found = results.plan, []
+    for optimizer in plan.optimizers:
+        left = [run for run in results.missing if run.optimizer == optimizer]
+        names = []
+        for method, rate in itertools.product(plan.methods, plan.rates):
+            numbers = [run.seed for run in left if (run.method, run.rate) == (method, rate)]
+            if numbers:
+                names.append(f"`{Setting(method, rate, ()).name}`{_seeds(numbers, len(plan.seeds))}")
+        if left:
+            whole = len(left) == len(plan.runs) // len(plan.optimizers)
+            found.append(f"{optimizer}: {'all' if whole else ', '.join(names)}")
+    return found
+
+
+def _seeds(numbers: list[int], every: int) -> str:
+    """Named where only some are missing."""
+    label = "seed" if len(numbers) == 1 else "seeds"
+    return f" ({label} {', '.join(map(str, numbers))})" if len(numbers) < every else ""
+
+
+def setup(results: Results) -> str:
+    """One line of what the TOML says, and of the task's own values where it says nothing."""
+    plan, defaults = results.plan, tasks.find(results.plan.task).defaults
+    parameters = results.studies[0].settings[0].parameters
+    decay = defaults.weight_decay if plan.weight_decay is None else plan.weight_decay
+    parts = [
+        f"Task {plan.task}, {parameters:,.0f} parameters",
+        f"{plan.workers} workers x {plan.batch or defaults.batch}",
+        f"{plan.epochs} epochs",
+        f"weight decay {decay:g}",
+        "crops and flips" if plan.augment else "no augmentation",
+        f"{plan.precision} autocast" if plan.precision != "float32" else "float32",
+    ]
+    return ", ".join(parts) + ".\n"
+
+
+def rate(results: Results, study: Study) -> str:
+    """The learning rate of one optimizer, and how it goes down."""
+    plan = results.plan
+    run = next(run for run in results.finished if run.optimizer == study.optimizer)
+    said = f"Learning rate {plan.full_rate(run) / run.rate:g}"
+    if course := plan.schedule.get(study.optimizer):
+        said += f", halved after every 1/{course.times} of the run" if course.times else f", {course.kind}"
+        said += f", warm-up over {course.warmup:.0%} of the run" if course.warmup else ""
+    if len(plan.rates) > 1:
+        said += (
+            "; times the factor behind the x. The distance is to Dense at its best factor; pictures and the summary "
+            "take every method at its best, chosen by the score shown"
+        )
+    return said + ".\n"
