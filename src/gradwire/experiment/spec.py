@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tomllib
-
 from gradwire.compressors import Compressor, from_spec
 from gradwire.experiment.schedule import Course
 from gradwire.train import optimizers, tasks
