@@ -40,7 +40,7 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
         live = tiles.all_live if active is None else active.view(torch.uint8)
         grid, common = (tiles.n_tiles,), {"lanes": LANES, "num_warps": WARPS}
         kernels.floor_kernel[(len(layout),)](
-            bits, _lines(quota, step, device), live, table, work, EXPECTED, RANK, FEWEST,
+            bits, _kept(quota, device) if exact else _lines(quota, step, device), live, table, work, EXPECTED, RANK, FEWEST,
             lanes=SAMPLED, num_warps=SAMPLING_WARPS,
         )  # fmt: skip
         for again in (False, True) if exact else (False,):
@@ -80,6 +80,12 @@ def _lines(quota: Quota, step: int, device: torch.device) -> Tensor:
     for slot, k in zip(quota.layout, quota.counts, strict=True):
         numbers += _line(step, slot.name, slot.numel) if sampled(k, slot.numel) else (0, 0)
     return on_device(numbers, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept(quota: Quota, device: torch.device) -> Tensor:
+    """The same in every step, for who is exact whatever the sample: so that a CUDA graph has nothing to copy."""
+    return _lines(quota, 0, device)
 
 
 @functools.lru_cache(maxsize=4096)  # several workers in one process ask for the same

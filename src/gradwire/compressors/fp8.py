@@ -61,7 +61,8 @@ class FP8(Free, Fixed):
 
         By a tensor: a GPU multiplies with the inverse of a number from Python, which has other last bits.
         """
-        torch.clamp(largest / largest.new_tensor(torch.finfo(FORMATS[self.format]).max), min=SMALLEST, out=scale)
+        most = torch.full_like(largest, torch.finfo(FORMATS[self.format]).max)
+        torch.clamp(largest / most, min=SMALLEST, out=scale)
 
     def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
         runs = tensors_of(context.layout)
