@@ -38,9 +38,10 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
         bits, table, work = flat.view(torch.int32), quota.table(device), _work(tiles, device)
         cut = kernels.Cut(tiles.base, tiles.low, tiles.high, tiles.slot, tiles.first_of_slot)
         live = tiles.all_live if active is None else active.view(torch.uint8)
+        lines = _kept(quota, device) if exact else _lines(quota, step, device)
         grid, common = (tiles.n_tiles,), {"lanes": LANES, "num_warps": WARPS}
         kernels.floor_kernel[(len(layout),)](
-            bits, _kept(quota, device) if exact else _lines(quota, step, device), live, table, work, EXPECTED, RANK, FEWEST,
+            bits, lines, live, table, work, EXPECTED, RANK, FEWEST,
             lanes=SAMPLED, num_warps=SAMPLING_WARPS,
         )  # fmt: skip
         for again in (False, True) if exact else (False,):
