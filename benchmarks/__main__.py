@@ -31,7 +31,6 @@ SUITES = {
         "moments_gpu",
         "memory_gpu",
         "overlap_gpu",
-        "simulate_gpu",
     ),
 }
 COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")

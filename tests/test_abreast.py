@@ -20,6 +20,7 @@ METHODS = [
     VGC(alpha=1.0, feedback=True),
     VGC(alpha=0.5, rounding="unbiased", zeta=0.97),
     VGC(alpha=1.0, floor=0.3),
+    VGC(alpha=0.5, density=0.05),
     VGC(alpha=2.0, tau=0.5),
     Strom(tau=0.7),
 ]

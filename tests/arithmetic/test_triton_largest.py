@@ -5,28 +5,20 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import interpreted
 from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.largest import EXPECTED, largest, reference
 from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import progression
 from gradwire.layout import Layout
 
-GOOD = "good"
 SIZES = [33, 1, 0, 2050, 31, 129, 3001]  # with a density of 0.1 two are sampled
-TESTS = Path(__file__).parents[1]
 
 
 def layout_of(sizes: Sequence[int]) -> Layout:
@@ -158,56 +150,30 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-def increment(memory: int, index: Any, have: Any) -> None:
-    """Of triton_largest.py, in numpy."""
-    import interpreter
-    import numpy as np
-
-    chosen = interpreter.data(have).astype(bool)
-    np.add.at(interpreter.MEMORY, interpreter.data(index)[chosen], 1)
-
-
 def serve() -> None:
-    """Interprets the kernels for the cases that are named on the standard input, one a line."""
+    """In the interpreter."""
     import interpreter
 
-    from gradwire.arithmetic import gpu_largest, triton_largest
+    from gradwire.arithmetic import gpu_largest
 
     interpreter.install()
-    triton_largest.increment = increment
     gpu_largest.TILE, gpu_largest.PIECE = (
         1024,
         512,
     )  # so that a small tensor has several tiles, and these several pieces
     gpu_largest.LANES, gpu_largest.SAMPLED = 128, 128
-    for line in sys.stdin:
-        try:
-            CASES[line.strip()]("cpu")
-            answer = GOOD
-        except BaseException:
-            answer = json.dumps(traceback.format_exc())
-        print(answer, flush=True)
+    interpreted.serve(CASES)
 
 
 @pytest.fixture(scope="module")
-def interpreting() -> Iterator[subprocess.Popen[str]]:
-    """A process for all cases: importing torch takes longer than some of them."""
-    pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS / "kernels")])
-    command = [sys.executable, "-W", "ignore", __file__]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
-        yield process
-        process.stdin.close()
+def interpreting() -> Iterator[interpreted.Asked]:
+    with interpreted.process(__file__) as asked:
+        yield asked
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(case: str, interpreting: subprocess.Popen[str]) -> None:
-    interpreting.stdin.write(f"{case}\n")
-    interpreting.stdin.flush()
-    answer = interpreting.stdout.readline().strip()
-    assert answer == GOOD, json.loads(answer or '"the process died"')[-3000:]
+def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, case)
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

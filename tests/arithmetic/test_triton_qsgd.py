@@ -6,19 +6,14 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import interpreted
 from gradwire import QSGD
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.groups import groups_of
@@ -27,7 +22,6 @@ from gradwire.compressors.fixed import Body, rank_by_rank
 from gradwire.layout import Layout
 from gradwire.wire import fields
 
-GOOD = "good"
 CPU = torch.device("cpu")
 SHAPES = [("none", (0,)), ("matrix", (31, 33)), ("scalar", ()), ("empty", (0, 4)), ("zeros", (600,)), ("last", (131,))]
 LAYOUT = Layout.of(SHAPES)
@@ -205,40 +199,22 @@ CASES: dict[str, Callable[[str], None]] = {
 
 
 def serve() -> None:
-    """Interprets the kernels for the cases that are named on the standard input, one a line."""
+    """In the interpreter."""
     import interpreter  # of tests/kernels
 
     interpreter.mend()
-    for line in sys.stdin:
-        torch.manual_seed(0)
-        try:
-            CASES[line.strip()]("cpu")
-            answer = GOOD
-        except BaseException:
-            answer = json.dumps(traceback.format_exc())
-        print(answer, flush=True)
+    interpreted.serve(CASES)
 
 
 @pytest.fixture(scope="module")
-def interpreting() -> Iterator[subprocess.Popen[str]]:
-    """A process for all cases: importing torch takes longer than most of them."""
-    pytest.importorskip("triton")
-    tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(map(str, (tests.parent / "src", tests / "kernels")))
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
-    command = [sys.executable, "-W", "ignore", __file__]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
-        yield process
-        process.stdin.close()
+def interpreting() -> Iterator[interpreted.Asked]:
+    with interpreted.process(__file__) as asked:
+        yield asked
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(case: str, interpreting: subprocess.Popen[str]) -> None:
-    interpreting.stdin.write(f"{case}\n")
-    interpreting.stdin.flush()
-    answer = interpreting.stdout.readline().strip()
-    assert answer == GOOD, json.loads(answer or '"the process died"')[-3000:]
+def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, case)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -74,4 +74,5 @@ ROWS: dict[str, Row] = {
     ),
     "vgc": Row(VGC(alpha=1.0), why="rounding is dropped", error=(0.05, 0.5), bits=12),
     "vgc feedback": Row(VGC(alpha=1.0, feedback=True), conserves=0.0, error=(0.05, 0.5), bits=12),
+    "vgc density": Row(VGC(alpha=0.5, feedback=True, density=0.05), conserves=0.0, error=(0.7, 0.85), bits=0.2),
 }

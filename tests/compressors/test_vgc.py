@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire import VGC
-from gradwire.compressors import Context
+from gradwire.compressors import Context, from_spec
 from gradwire.layout import Layout
 from oracle import Worker
 
@@ -271,6 +271,12 @@ def test_messages_of_several_workers_are_added_in_rank_order_and_divided():
         ({"tau": 0.1, "rounding": "unbiased"}, "leave them out"),
         ({"rounding": "up"}, "paper, unbiased"),
         ({"wire": "zip"}, "compact, words"),
+        ({"density": 0.0}, r"VGC: density must be in \(0, 1\], got 0.0"),
+        ({"density": 1.1}, "density must be in"),
+        ({"density": -0.1}, "density must be in"),
+        ({"density": math.nan}, "density must be a finite"),
+        ({"density": 0.1, "tau": 0.1}, r"tau \(0.1\) and density \(0.1\) exclude each other"),
+        ({"density": 0.1, "alpha": -1}, "alpha must be >= 0"),
     ],
 )
 def test_wrong_hyper_parameters_say_what_is_wrong(options, text):
@@ -282,5 +288,6 @@ def test_the_papers_own_and_the_repr():
     assert VGC.paper(2.0) == VGC(
         alpha=2.0, zeta=0.999, tau=None, floor=0.0, feedback=False, rounding="paper", wire="words"
     )
-    vgc = VGC(alpha=1.0, tau=0.1)
-    assert eval(repr(vgc)) == vgc
+    for vgc in (VGC(alpha=1.0, tau=0.1), VGC(alpha=0.0, density=0.005)):
+        assert eval(repr(vgc)) == vgc
+    assert from_spec("vgc:alpha=0.5,density=0.005") == VGC(alpha=0.5, density=0.005)

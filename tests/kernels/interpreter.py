@@ -42,6 +42,10 @@ def add(memory: int, index: tl.tensor, value: tl.tensor, have: tl.tensor) -> Non
     MEMORY.view(np.float32)[at] += data(value)[go]
 
 
+def increment(memory: int, index: tl.tensor, have: tl.tensor) -> None:
+    np.add.at(MEMORY, data(index)[data(have).astype(bool)], 1)
+
+
 def get(memory: int, index: tl.tensor) -> tl.tensor:
     return wrap(MEMORY[data(index)])
 
@@ -72,5 +76,5 @@ def install() -> None:
     from gradwire.kernels import triton_shared
 
     mend()
-    for function in (reserve, clear, put, add, get, put_four, get_four):
+    for function in (reserve, clear, put, add, increment, get, put_four, get_four):
         setattr(triton_shared, function.__name__, function)

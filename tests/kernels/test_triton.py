@@ -5,13 +5,7 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,11 +14,11 @@ from drawn import RULES, SIZES, draw, kernels, layout_of, messages
 from torch import Tensor
 from wire_cases import check_compact, check_crowded, check_head
 
+import interpreted
 from gradwire.kernels import CHUNK, Rule, Selection, reference
 from gradwire.layout import Layout
 from gradwire.wire import words as wire_words
 
-GOOD = "good"
 RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
 
@@ -210,7 +204,7 @@ CASES: dict[str, Callable[[str], None]] = {
 
 
 def serve() -> None:
-    """Interprets the kernels for the cases that are named on the standard input, one a line."""
+    """In the interpreter."""
     import interpreter
 
     from gradwire.kernels import gpu_compact, gpu_decode, gpu_directory, gpu_unpack
@@ -220,35 +214,18 @@ def serve() -> None:
     gpu_decode.TILE, gpu_decode.ADDED, gpu_decode.SEARCHED = 256, 16, 4
     gpu_compact.FOUND, gpu_unpack.PART = 4, 2
     gpu_directory.SMALL, gpu_directory.ADDED = 64, 2
-    for line in sys.stdin:
-        torch.manual_seed(0)
-        try:
-            CASES[line.strip()]("cpu")
-            answer = GOOD
-        except BaseException:
-            answer = json.dumps(traceback.format_exc())
-        print(answer, flush=True)
+    interpreted.serve(CASES)
 
 
 @pytest.fixture(scope="module")
-def interpreting() -> Iterator[subprocess.Popen[str]]:
-    """A process for all cases: importing torch takes longer than some of them."""
-    pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2] / "src")
-    command = [sys.executable, "-W", "ignore", __file__]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | environment, **pipes) as process:
-        yield process
-        process.stdin.close()
+def interpreting() -> Iterator[interpreted.Asked]:
+    with interpreted.process(__file__) as asked:
+        yield asked
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_interpreted(case: str, interpreting: subprocess.Popen[str]) -> None:
-    interpreting.stdin.write(f"{case}\n")
-    interpreting.stdin.flush()
-    answer = interpreting.stdout.readline().strip()
-    assert answer == GOOD, json.loads(answer or '"the process died"')[-3000:]
+def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, case)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

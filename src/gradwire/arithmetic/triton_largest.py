@@ -56,25 +56,12 @@ class Work(NamedTuple):
 
 
 @triton.jit
-def increment(memory, index, have):
-    """memory[index] += 1 where `have`, in shared memory, also where several have one index.
-
-    No thread may have a lane that another has too, so there are at least as many lanes as threads. For sm_90 it
-    becomes ATOMS.POPC.INC, which counts the lanes of a warp that have the same address in one go: ties do not wait.
-    """
-    tl.inline_asm_elementwise(
-        "{ .reg .pred go; setp.ne.s32 go, $2, 0; @go red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }",
-        "=r,r,r", [memory + 4 * index, have.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def digits(memory, size, inside, prefix, level: tl.constexpr):
     """Counts the next digit of those whose digits so far are `prefix`."""
     shift: tl.constexpr = 10 * (LEVELS - 1 - level)
     bins: tl.constexpr = BINS if level == 0 else BINS // 2
     above: tl.constexpr = 31 if level == 0 else shift + 10
-    increment(memory, (size >> shift) & (bins - 1), inside & (size >> above == prefix))
+    shared.increment(memory, (size >> shift) & (bins - 1), inside & (size >> above == prefix))
 
 
 @triton.jit

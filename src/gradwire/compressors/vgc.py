@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
+from gradwire.arithmetic.quota import check_density
 from gradwire.compressors.base import Arrival, Context, Message
 from gradwire.layout import Layout
 from gradwire.wire import header
@@ -37,6 +38,9 @@ class VGC:
     floor: an absolute bound beside the variance (alpha = 0 with a floor is a plain threshold).
     feedback: what rounding cut off stays in r; rounding: "paper" (1.5 goes up) or "unbiased" (sqrt 2 goes up).
     wire: "compact", or "words", the paper's 32 bits an element; the same elements either way.
+    density (ours): of every tensor of n elements about max(1, floor(density n)) are to pass, those whose score
+    s = r^2 - alpha v > floor^2 is largest: where s is at least a limit, which a histogram of this step's scores gives
+    (kernels/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k.
     """
 
     alpha: float = 1.5
@@ -46,13 +50,14 @@ class VGC:
     feedback: bool = False
     rounding: str = "paper"
     wire: str = "compact"
+    density: float | None = None
 
     needs_moments: ClassVar[bool] = True
     needs_room: ClassVar[bool] = True
     holds_back: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        for name in ("alpha", "zeta", "tau", "floor"):
+        for name in ("alpha", "zeta", "tau", "floor", "density"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ValueError(f"VGC: {name} must be a finite number, got {value}")
@@ -60,14 +65,20 @@ class VGC:
             raise ValueError(f"VGC: alpha must be >= 0, got {self.alpha}")
         if self.floor < 0:
             raise ValueError(f"VGC: floor must be >= 0, got {self.floor}")
-        if self.alpha == 0 and self.floor == 0 and self.tau is None:
-            raise ValueError("VGC: alpha = 0 without a floor sends everything: give a floor > 0, or use Dense()")
+        if self.alpha == 0 and self.floor == 0 and self.tau is None and self.density is None:
+            raise ValueError(
+                "VGC: alpha = 0 without a floor sends everything: give a floor > 0 or a density, or use Dense()"
+            )
         if not 0 < self.zeta <= 1:
             raise ValueError(f"VGC: zeta must be in (0, 1], got {self.zeta}")
         if self.tau is not None and self.tau < kernels.SMALLEST:
             raise ValueError(f"VGC: tau must be > 0 and no denormal, got {self.tau}")
         if self.tau is not None and self.floor:
             raise ValueError(f"VGC: tau ({self.tau}) and floor ({self.floor}) exclude each other: give one of them")
+        if self.density is not None:
+            check_density("VGC", self.density)
+            if self.tau is not None:
+                raise ValueError(f"VGC: tau ({self.tau}) and density ({self.density}) exclude each other: give one")
         if self.tau is not None and (self.feedback or self.rounding != "paper"):
             raise ValueError(
                 "VGC: with tau the size sent is always tau: feedback and rounding mean nothing, leave them out"
@@ -158,7 +169,8 @@ class VGC:
     @property
     def rule(self) -> kernels.Rule:
         """As the kernels want it."""
-        return kernels.Rule(self.alpha, self.zeta, self.tau, self.floor, self.feedback, self.rounding)
+        test = (self.alpha, self.zeta, self.tau, self.floor)
+        return kernels.Rule(*test, self.feedback, self.rounding, self.density)
 
 
 @lru_cache(maxsize=16)

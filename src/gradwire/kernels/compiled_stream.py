@@ -48,6 +48,30 @@ def decide_tile(
 
 
 @compiled
+def decide_tile_by_score(
+    r: Array,
+    v: Array,
+    g: Array,
+    m: Array,
+    flags: Array,
+    alpha: np.float32,
+    zeta: np.float32,
+    least: np.float32,
+    limit: np.float32,
+) -> None:
+    """As `decide_tile`, where the score decides; its limit as a float32 (limits.py)."""
+    for i in range(r.size):
+        a, b = r[i] + g[i], v[i] + m[i]
+        good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
+        a = a if good else r[i]
+        b = b if good else v[i]
+        passes = (a * a - b * alpha >= limit) & (abs(a) >= least)
+        r[i] = a
+        v[i] = b if passes else b * zeta
+        flags[i] = np.uint8(passes) | np.uint8(not good) << np.uint8(1)
+
+
+@compiled
 def collect_tile(
     r: Array,
     v: Array,
@@ -103,6 +127,7 @@ def stream(
     live: Array,
     inputs: tuple[Array, Array, Array, Array],
     test: tuple[np.float32, np.float32, np.float32, np.float32],
+    limits: Array,
     window: tuple[np.int32, np.int32],
     lists: tuple[Array, Array, Array],
     counts: Array,
@@ -113,8 +138,9 @@ def stream(
 
     A passing element gets r = v = 0 at once, because nearly all of them are sent; `emit` puts the others back. What is
     below the window of the largest |r| found so far is certainly not sent, so it does not pass: to put one back costs
-    two cache misses. inputs: r, v, g, m. test: alpha, zeta, the least |r|, floor^2. window: what rounds a size, -1
-    where there is no window, and what rounds the largest. lists: place, r, v. tops: bits of the largest |r|.
+    two cache misses. inputs: r, v, g, m. test: alpha, zeta, the least |r|, floor^2. limits: of the scores, where these
+    decide, or empty. window: what rounds a size, -1 where there is no window, and what rounds the largest. lists:
+    place, r, v. tops: bits of the largest |r|.
     """
     flags = np.zeros(TILE, np.uint8)
     eights = flags.view(np.uint64)
@@ -126,7 +152,10 @@ def stream(
         for tile in range(begin, end, TILE):
             here = slice(tile, min(tile + TILE, end))
             r, v = residual[here], variance[here]
-            decide_tile(r, v, grad[here], moment[here], flags, alpha, zeta, bound, floor_square)
+            if limits.size > 0:
+                decide_tile_by_score(r, v, grad[here], moment[here], flags, alpha, zeta, bound, limits[segment])
+            else:
+                decide_tile(r, v, grad[here], moment[here], flags, alpha, zeta, bound, floor_square)
             flags[r.size :] = 0
             for i in range(eights.size):
                 wrong |= eights[i]

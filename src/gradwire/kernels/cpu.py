@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import MessageError
-from gradwire.kernels import compiled_decode, compiled_encode, compiled_stream
+from gradwire.kernels import compiled_decode, compiled_encode, compiled_scores, compiled_stream
 from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.kernels.limits import BINS, limits
 from gradwire.kernels.segments import Segments, segments_of
 from gradwire.layout import Layout
 from gradwire.threads import equal_parts, shared
@@ -108,11 +109,11 @@ def encode(
     step: int,
     chunk: int,
 ) -> Selection:
-    """As `reference.encode`: one pass over the bucket, and then over those that passed."""
+    """As `reference.encode`: one pass over the bucket (with a density, two), and then over those that passed."""
     segments = segments_of(layout, torch.get_num_threads(), chunk)
     found = Candidates.take(segments, layout.numel)
     state = (residual.numpy(), variance.numpy())
-    tops, finite = _stream(found, (*state, grad.numpy(), moment.numpy()), active, rule)
+    tops, finite = _stream(found, (*state, grad.numpy(), moment.numpy()), active, layout, rule)
     exponents, biased = _exponents(tops, segments, rule)
     sent = _classify(found, biased, rule)
     asked = segments.by_slot(sent)
@@ -142,7 +143,9 @@ def _codes(sent: Array, rule: Rule) -> Array:
     return codes
 
 
-def _stream(found: Candidates, inputs: tuple[Array, ...], active: Tensor | None, rule: Rule) -> tuple[Array, bool]:
+def _stream(
+    found: Candidates, inputs: tuple[Array, ...], active: Tensor | None, layout: Layout, rule: Rule
+) -> tuple[Array, bool]:
     """Accumulate and decide: (bits of the largest |r| that passes, by segment; whether all was finite)."""
     segments = found.segments
     live = np.ones(len(segments), np.uint8) if active is None else active.numpy().astype(np.uint8)[segments.slots]
@@ -155,8 +158,20 @@ def _stream(found: Candidates, inputs: tuple[Array, ...], active: Tensor | None,
     lists = (found.places, found.residual, found.variance)
     tops, bad = np.empty(len(segments), np.int32), np.empty(len(segments), np.uint8)
     where = (segments.begins, segments.ends, live)
-    segments.each(compiled_stream.stream, *where, inputs, test, window, lists, found.counts, tops, bad)
+    bounds = _limits(segments, inputs, live, layout, rule)
+    segments.each(compiled_stream.stream, *where, inputs, test, bounds, window, lists, found.counts, tops, bad)
     return tops, not bad.any()
+
+
+def _limits(segments: Segments, inputs: tuple[Array, ...], live: Array, layout: Layout, rule: Rule) -> Array:
+    """From which score on an element passes, by segment; empty without a density."""
+    if rule.density is None:
+        return np.empty(0, np.float32)
+    parts, totals = np.empty((len(segments), BINS), np.int32), np.zeros((segments.n_slots, BINS), np.int32)
+    numbers = (np.float32(rule.alpha), np.float32(SMALLEST))
+    segments.each(compiled_scores.histogram, segments.begins, segments.ends, live, inputs, *numbers, parts)
+    compiled_scores.by_tensor(segments.slots, parts, totals)
+    return limits(torch.from_numpy(totals), layout, rule).numpy().view(np.float32)[segments.slots]
 
 
 def _top_half(rule: Rule) -> int:

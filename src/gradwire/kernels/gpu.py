@@ -18,6 +18,7 @@ from gradwire.kernels import triton_share as sharing
 from gradwire.kernels.gpu_compact import pack
 from gradwire.kernels.gpu_decode import UNFUSED, add, checksum
 from gradwire.kernels.gpu_head import inspect, seal
+from gradwire.kernels.gpu_scores import limited
 from gradwire.kernels.gpu_unpack import unpack
 from gradwire.kernels.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.kernels.tiles import Tiles, on_device, tiles_of
@@ -70,15 +71,18 @@ def encode(
     chunk: int,
     shape: Shape = ENCODE,
 ) -> Selection:
-    """As `reference.encode`: one pass over the bucket, then short kernels over those that passed."""
+    """As `reference.encode`: one pass over the bucket (with a density, two), then short kernels over who passed."""
     assert shape.size < 256 * LANES, "a lane counts its candidates of a class in eight bits"
     tiles = tiles_of(layout, residual.device, chunk, shape.size, shape.group)
     n_words, n_slots = sum(capacity), len(layout)
     report = _report(n_words, n_slots, tiles.n_chunks, residual.device)
     if not tiles.n_tiles:
         return _nothing(report, active)
-    records = _records(tiles, active, rule, step, capacity, (residual, variance))
-    state, cut, _test, _quantum, found, sums, plan = records
+    state, cut, test, *others = _records(tiles, active, rule, step, capacity, (residual, variance))
+    if rule.density is not None:
+        test = limited(grad, moment, state, cut, test, tiles, layout, rule, active is None)
+    records = (state, cut, test, *others)
+    _quantum, found, sums, plan = others
     sizes, by_group = {"size": shape.size, "group": shape.group}, (tiles.n_groups,)
     many = {"num_warps": shape.warps, "maxnreg": shape.registers, **sizes, **UNFUSED}
     for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
@@ -172,10 +176,12 @@ def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:
 
 
 def _test(rule: Rule) -> kinds.Test:
+    """Without the limits of a density."""
     least, floor = np.float32(SMALLEST), np.float32(rule.floor)
     if rule.tau is not None:  # |r| > tau
         least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
-    return kinds.Test(*(float(np.float32(number)) for number in (rule.alpha, rule.zeta, least, floor * floor)))
+    alpha, zeta, bound, square = (float(np.float32(x)) for x in (rule.alpha, rule.zeta, least, floor * floor))
+    return kinds.Test(alpha, zeta, bound, square, tl.constexpr(False), tl.constexpr(0))
 
 
 def _quantum(rule: Rule) -> kinds.Quantum:

@@ -27,7 +27,10 @@ PROBLEMS = ("names places that are not in this bucket, or out of order", "has ex
 
 @dataclass(frozen=True)
 class Rule:
-    """What decides: r^2 > alpha v + floor^2, and with tau also |r| > tau."""
+    """What decides: r^2 > alpha v + floor^2, and with tau also |r| > tau.
+
+    With a density the largest scores r^2 - alpha v > floor^2 of every tensor, about density n of n: see limits.py.
+    """
 
     alpha: float
     zeta: float
@@ -35,6 +38,7 @@ class Rule:
     floor: float
     feedback: bool
     rounding: str
+    density: float | None = None
 
 
 @dataclass

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire.errors import MessageError
 from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.kernels.limits import BINS, SHIFT, limits
 from gradwire.layout import Layout, Slot
 from gradwire.wire import compact, header
 from gradwire.wire import words as wire_words
@@ -32,13 +33,17 @@ def encode(
 ) -> Selection:
     """Accumulate, decide, quantize, pack into words: changes r and v in place and returns what is to be sent.
 
-    r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta.
+    r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta. With a density: sent
+    where the score r^2 - alpha v is among the largest of its tensor.
     `active` [K] bool: tensors without a gradient in this step are left alone; None means all have one.
     `capacity`: how many elements of each tensor fit; the others wait as if they had not passed.
     """
     live = None if active is None else layout.spread(active)
     finite = accumulate(grad, moment, residual, variance, live)
-    passes = decide(residual, variance, live, rule)
+    if rule.density is None:
+        passes = decide(residual, variance, live, rule)
+    else:
+        passes = decide_by_score(residual, variance, live, layout, rule)
     exponents, code, passes = quantize(residual, passes, layout, rule)
     index = passes.nonzero().squeeze(1)
     passed = torch.bincount(layout.slot_of(index), minlength=len(layout)).int()
@@ -89,6 +94,21 @@ def decide(residual: Tensor, variance: Tensor, live: Tensor | None, rule: Rule) 
     if rule.tau is not None:
         passes &= size > rule.tau
     return passes if live is None else passes & live
+
+
+def decide_by_score(residual: Tensor, variance: Tensor, live: Tensor | None, layout: Layout, rule: Rule) -> Tensor:
+    """About k = max(1, floor(density n)) elements of every tensor of n, those of the largest scores, bool [N].
+
+    s = fl(fl(r r) - fl(alpha v)) counts where s > 0 and |r| >= SMALLEST; the rest of the definition is in limits.py.
+    """
+    score = residual * residual - variance * rule.alpha
+    counted = (score > 0) & (residual.abs() >= SMALLEST)
+    if live is not None:
+        counted &= live
+    bits, index = score.view(torch.int32), counted.nonzero().squeeze(1)
+    cells = layout.slot_of(index) * BINS + (bits[index] >> SHIFT)
+    histogram = torch.bincount(cells, minlength=len(layout) * BINS).view(len(layout), BINS)
+    return counted & (bits >= layout.spread(limits(histogram, layout, rule)))
 
 
 def quantize(residual: Tensor, passes: Tensor, layout: Layout, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,7 +77,7 @@ def steps_of(classes, last):
 
 @triton.jit
 def emit_spilled(
-    tile, n_sent, begin, prefix, origin, top, limits, state, cut, test, quantum, found, sums, plan, words,
+    tile, slot, n_sent, begin, prefix, origin, top, limits, state, cut, test, quantum, found, sums, plan, words,
     feedback: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """A tile that is not in the scratch: its sent elements go to the reserve, for the undo, and it counts as stored.
@@ -89,7 +89,7 @@ def emit_spilled(
     carry, codes = 0, tl.zeros((CLASSES,), tl.int32)
     for start in tl.range(0, size, SPAN):
         lane = start + tl.arange(0, SPAN)
-        classes, r, v, inside = spilled_part(tile, start, top, state, cut, test, quantum)
+        classes, r, v, inside = spilled_part(tile, slot, start, top, state, cut, test, quantum)
         bits = r.to(tl.int32, bitcast=True)
         step = steps_of(classes, limits[0])
         sent, number = choose(classes, carry + tl.cumsum(step) - step, prefix, limits)
@@ -247,8 +247,8 @@ def emit_cut_kernel(
                     its_prefix = tl.sum(tl.where(row == tile, prefix, 0))
                     its_origin = origin + (tile - number * group) * size
                     codes += emit_spilled(
-                        tile, its_count, its_begin, its_prefix, its_origin, top, limits, state, cut, test, quantum,
-                        found, sums, plan, report.words, feedback, size,
+                        tile, slot, its_count, its_begin, its_prefix, its_origin, top, limits, state, cut, test,
+                        quantum, found, sums, plan, report.words, feedback, size,
                     )  # fmt: skip
         if not is_short(slot, sums, plan):
             if quantum.hybrid:

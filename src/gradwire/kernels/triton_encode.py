@@ -8,6 +8,7 @@
     emit_cut   the same where room is short, and who is not sent is put back; zeros after the last word
     put_back   undo: whoever is still written down gets r and v back
 
+Where a density is wanted, `histogram` (triton_scores.py) comes before them and reads every element, too.
 The first two are here, the others in triton_share.py and triton_emit.py, the records in triton_records.py.
 A candidate is an element that passed. A tile that finds the scratch full is *spilled*: its r and v stay as accumulated
 and later kernels test it again. Class 8 is below the window of 3 bits: not sent. Nothing waits for the host, no float
@@ -39,41 +40,38 @@ from gradwire.kernels.triton_records import (
     class_of,
     counters,
     exponent_of,
+    four,
     is_short,
     least_sent,
     passing,
     spilled_part,
+    summed,
     tally,
 )
 
 
 @triton.jit
-def accumulate(grad, moment, state, base, low, high, top_at, test, quantum, whole: tl.constexpr, size: tl.constexpr):
+def accumulate(
+    grad, moment, slot, state, base, low, high, sums, test, quantum, whole: tl.constexpr, size: tl.constexpr
+):
     """(r + g, v + m, who passes, bits of |r| of those or BAD, the largest known) of one tile.
 
     r and v are written as if all that pass were sent.
     """
-    lane = tl.arange(0, size)
-    r_at, v_at = state.residual + base + lane, state.variance + base + lane
-    g_at, m_at = grad + base + lane, moment + base + lane
-    # No hints to the cache: with evict_first for g and m all of it took 1.79 ms instead of 1.63 (H200, ratio 10).
-    if whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
-        r, v, g, m = tl.load(r_at), tl.load(v_at), tl.load(g_at), tl.load(m_at)
-    else:
-        inside = (lane >= low) & (lane < high)
-        r, v = tl.load(r_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
-        g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
+    top_at = sums.tops + slot * APART
+    r, v, g, m = four(grad, moment, state, base, low, high, whole, size)
     # Read by an atomic, so that all threads see the same while other programs raise it.
     known = tl.atomic_max(top_at, 0, sem="relaxed")
-    a, b = r + g, v + m
-    good = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))
-    a, b = tl.where(good, a, r), tl.where(good, b, v)
-    passes = passing(a, b, least_sent(known, test, quantum), test)
+    a, b, good = summed(r, v, g, m)
+    passes = passing(a, b, least_sent(known, test, quantum), slot, test)
     left_residual, left_variance = tl.where(passes, 0.0, a), tl.where(passes, 0.0, b * test.zeta)
+    lane = tl.arange(0, size)
+    r_at, v_at = state.residual + base + lane, state.variance + base + lane
     if whole:
         tl.store(r_at, left_residual)
         tl.store(v_at, left_variance)
     else:
+        inside = (lane >= low) & (lane < high)
         tl.store(r_at, left_residual, mask=inside)
         tl.store(v_at, left_variance, mask=inside)
     return a, b, passes, tl.where(good, tl.where(passes, a.to(tl.int32, bitcast=True) & MAGNITUDE, 0), BAD), known
@@ -140,7 +138,7 @@ def stream_kernel(
         live = tl.load(cut.live + slot) != 0
     if live & (high > low):
         a, b, passes, bits, known = accumulate(
-            grad, moment, state, base, low, high, sums.tops + slot * APART, test, quantum, whole, size
+            grad, moment, slot, state, base, low, high, sums, test, quantum, whole, size
         )
         note(a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan, whole, size)
     else:
@@ -187,7 +185,7 @@ def drop_below(
 
 @triton.jit
 def n_of_classes(
-    number, count, position, top, state, cut, test, quantum, found,
+    number, slot, count, position, top, state, cut, test, quantum, found,
     size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """How many candidates of each class are in each tile of a group, [group, 8]."""
@@ -204,7 +202,7 @@ def n_of_classes(
         for tile in tl.range(number * group, number * group + group):
             if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
                 for start in tl.range(0, size, SPAN):
-                    classes, _r, _v, _inside = spilled_part(tile, start, top, state, cut, test, quantum)
+                    classes, _r, _v, _inside = spilled_part(tile, slot, start, top, state, cut, test, quantum)
                     histogram += tl.where((row == tile)[:, None], census(classes)[None, :], 0)
     return histogram
 
@@ -225,7 +223,9 @@ def classify_kernel(
     position = tl.load(found.position + row, mask=count > 0, other=0)
     top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
     if is_short(slot, sums, plan) | (tl.min(position) == SPILLED):
-        histogram = n_of_classes(number, count, position, top, state, cut, test, quantum, found, size, group, lanes)
+        histogram = n_of_classes(
+            number, slot, count, position, top, state, cut, test, quantum, found, size, group, lanes
+        )
         tl.store(plan.histogram + row[:, None] * CLASSES + column[None, :], histogram)
         tl.store(plan.kind + number, CHOSEN)
         whole = tl.sum(histogram, axis=0)

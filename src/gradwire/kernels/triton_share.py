@@ -51,7 +51,7 @@ def count_before(
     for begin in tl.range(0, tl.where(position == SPILLED, size, count), SPAN):
         lane = begin + tl.arange(0, SPAN)
         if position == SPILLED:
-            classes, _r, _v, _inside = spilled_part(tile, begin, top, state, cut, test, quantum)
+            classes, _r, _v, _inside = spilled_part(tile, slot, begin, top, state, cut, test, quantum)
             before += tl.sum(((classes == last) & (base + lane < start)).to(tl.int32))
         else:
             have = lane < count

@@ -51,6 +51,18 @@ def add(memory, index, value, have):
 
 
 @triton.jit
+def increment(memory, index, have):
+    """memory[index] += 1 where `have`, also where several have one index.
+
+    No two threads may hold the same element, so there are at least as many elements as threads.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred go; setp.ne.s32 go, $2, 0; @go red.shared.add.u32 [$1], 1; mov.b32 $0, 0; }",
+        "=r,r,r", [memory + 4 * index, have.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def get(memory, index):
     """memory[index] as int32."""
     return tl.inline_asm_elementwise(
