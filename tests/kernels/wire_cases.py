@@ -64,7 +64,7 @@ def check_compact(device: str, name: str) -> None:
         assert not unpacked_alike(orders, bodies, blocks, chunk)
         generator = torch.Generator().manual_seed(3)
         n_refused = 0
-        for trial in range(6):
+        for trial in range(4 if device == "cpu" else 6):
             broken = bodies.clone()
             noise = torch.randint(-(1 << 31), (1 << 31) - 1, bodies[0].shape, generator=generator).int().to(device)
             if trial == 0:
@@ -74,7 +74,7 @@ def check_compact(device: str, name: str) -> None:
             else:
                 broken[0, int(noise[0]) % len(noise)] ^= 1 << (int(noise[1]) % 31)
             n_refused += unpacked_alike(orders, broken, blocks, chunk)
-        assert n_refused >= 3
+        assert n_refused >= (2 if device == "cpu" else 3)
         assert unpacked_alike(orders ^ 1, bodies, blocks, chunk)
 
 
