@@ -8,11 +8,11 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes, a file at a time to each; then what trains from the command line, alone: four workers on two cores beside
-# other tests take three times as long.
+# Two processes, a file at a time to each; then what trains from the command line and what measures links, alone: four workers
+# on two cores beside other tests take three times as long.
 test: lint
-	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/train
-	$(BIN)/pytest tests/train
+	$(BIN)/pytest -n 2 --dist loadfile --ignore tests/train --ignore tests/lab
+	$(BIN)/pytest tests/train tests/lab
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@ import typer
 
 from gradwire.cli.demo import demo
 from gradwire.cli.experiment import experiment
+from gradwire.cli.lab import lab
 from gradwire.cli.methods import methods
 from gradwire.cli.train import train
 
@@ -18,5 +19,6 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(experiment)
+app.command()(lab)
 app.command()(methods)
 app.command()(train)
