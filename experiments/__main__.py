@@ -7,20 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from benchmarks.report import between
 from experiments import Results, load, plots, tables
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, FIGURES = DOCS / "results.md", DOCS / "figures"
-
-
-def between(text: str, name: str, block: str) -> str:
-    """A page with the block of that name written anew."""
-    begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->\n"
-    before, _, rest = text.partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise SystemExit(f"the page does not have the lines {begin.strip()} and {end.strip()}, in this order")
-    return before + begin + block + end + after
 
 
 def link(file: str) -> str:

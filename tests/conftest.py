@@ -12,6 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file: workers, oracle
 
 import warm
+from interpreted import interpreting  # noqa: F401 a fixture for all files
 from workers import Pool
 
 

@@ -47,6 +47,13 @@ def process(file: str) -> Iterator[Asked]:
         started.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def interpreting(request: pytest.FixtureRequest) -> Iterator[Asked]:
+    """The process of the test's file; conftest.py makes it known."""
+    with process(str(request.path)) as asked:
+        yield asked
+
+
 def ask(asked: Asked, case: str) -> None:
     """Fails with the other process's traceback."""
     asked.stdin.write(f"{case}\n")

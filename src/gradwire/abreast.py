@@ -18,8 +18,7 @@ from gradwire.compressors.base import Context
 from gradwire.compressors.strom import Strom, StromState
 from gradwire.compressors.vgc import VGC, VGCState
 from gradwire.layout import Layout
-
-WORD_BYTES = 4
+from gradwire.wire.header import WORD_BYTES
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +14,23 @@ from torch import Tensor
 from torch.futures import Future
 
 from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Arrival, Context, Gather, Outcome, Rounds, State, Stateful, needs_room, tensors
+from gradwire.compressors.base import (
+    Arrival,
+    Context,
+    Gather,
+    Rounds,
+    State,
+    Stateful,
+    needs_room,
+    said_by,
+    tensors,
+)
 from gradwire.compressors.held import everything
 from gradwire.exchange import Courier, Flight
 from gradwire.layout import Layout
 from gradwire.stats import Meter
 from gradwire.store import Bucket
-
-WORD_BYTES = 4
+from gradwire.wire.header import WORD_BYTES
 
 
 @dataclass
@@ -158,13 +167,13 @@ class Delivery:
         n_bytes = 0
         with self._meter.phase("encode"):
             talk = rounds(_unscaled(parcel)[0], state, context)
-            said = _said(talk, None)
+            said = said_by(talk, None)
         while isinstance(said, Tensor):
             n_bytes += said.numel() * said.element_size()
             with self._meter.phase("exchange"):
                 total = self._courier.sum(said).wait()
             with self._meter.phase("decode"):
-                said = _said(talk, total)
+                said = said_by(talk, total)
         outcome = said
         if context.dense:
             step.clear.append(lambda: compressor.clear(state, context))
@@ -255,14 +264,6 @@ def _read(step: Step) -> tuple[bool, list[tuple[Layout, list[int]]]]:
         if arrival.passed is not None:
             counts.append((layout, [next(numbers) for _ in layout]))
     return finite, counts
-
-
-def _said(talk: Generator[Tensor, Tensor, Outcome], total: Tensor | None) -> Tensor | Outcome:
-    """What a method says to a sum: the next tensor, or what came of all of them."""
-    try:
-        return next(talk) if total is None else talk.send(total)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
 
 
 def _fine() -> None:

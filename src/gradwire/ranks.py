@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +15,11 @@ from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds
 from gradwire.compressors.fixed import Body
 from gradwire.compressors.held import everything
 from gradwire.layout import Layout
-from gradwire.repeated import FIRST, Repeated, repeats
+from gradwire.repeated import FIRST, Repeated, converse, repeats
 from gradwire.stats import Meter
-from gradwire.wire import header
+from gradwire.wire.header import FIXED, WORD_BYTES
 
 CPU = torch.device("cpu")
-WORD_BYTES = 4
 Rows = Sequence[Tensor] | Tensor  # a vector [N] of each worker
 
 
@@ -166,7 +165,7 @@ class Ranks:
         return Done(first.mean, finite, n_bytes, [one.undo for one in outcomes])
 
     def _again(self, grads: Tensor, context: Context) -> Done:
-        self.repeated = self.repeated or Repeated(self.compressor, self.states, header.FIXED)
+        self.repeated = self.repeated or Repeated(self.compressor, self.states, FIXED)
         made = self.repeated(grads, context)
         self._count(made.sent, False)
         return Done(made.mean, bool(made.finite), made.n_bytes, made.undo)
@@ -193,21 +192,6 @@ class Ranks:
     def snapshot(self) -> list[list[Tensor]]:
         """A copy of every worker's state."""
         return [[] if state is None else [tensor.clone() for tensor in tensors(state)] for state in self.states]
-
-
-def converse(talks: Sequence[Generator[Tensor, Tensor, Outcome]]) -> tuple[list[Outcome], int]:
-    """The rounds of all workers, sum by sum, and the bytes that one of them gave to the sums."""
-    said, n_bytes = [next(talk) for talk in talks], 0
-    outcomes: list[Outcome] = []
-    while not outcomes:
-        n_bytes += said[0].numel() * said[0].element_size()
-        total = torch.stack(said).sum(0)
-        for number, talk in enumerate(talks):
-            try:
-                said[number] = talk.send(total.clone())
-            except StopIteration as end:
-                outcomes.append(end.value)
-    return outcomes, n_bytes
 
 
 def _rows(vectors: Rows) -> Tensor:

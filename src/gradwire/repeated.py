@@ -5,7 +5,7 @@ Their Python takes longer than the GPU: a PowerSGD of eight workers launches tho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.finite import sifted
-from gradwire.compressors.base import Context, Outcome, Rounds
+from gradwire.compressors.base import Context, Outcome, Rounds, said_by
 from gradwire.compressors.fixed import Body, Fixed
+from gradwire.wire.header import WORD_BYTES
 
 T = TypeVar("T")
-WORD_BYTES = 4
 FIRST = 2  # steps without a graph: they make the tables that are kept on the device
 
 
@@ -85,24 +85,26 @@ class Repeated:
         return Made(mean, finite, n_bytes, [body.undo for body in sent], sent)
 
     def _converse(self, grads: Tensor, context: Context) -> Made:
-        """As ranks.converse does it."""
         talks = [
             self.compressor.rounds(grad, state, replace(context, rank=rank))
             for rank, (grad, state) in enumerate(zip(grads, self.states, strict=True))
         ]
-        said: list[Tensor | Outcome] = self._each(lambda rank: next(talks[rank]))
-        n_bytes = 0
-        while isinstance(said[0], Tensor):
-            n_bytes += said[0].numel() * said[0].element_size()
-            total = torch.stack([one for one in said if isinstance(one, Tensor)]).sum(0)
-            said = self._each(lambda rank, total=total: _answer(talks[rank], total))  # type: ignore[misc]
-        outcomes = [one for one in said if isinstance(one, Outcome)]
+        outcomes, n_bytes = converse(talks, self._each)
         first = outcomes[0]
         return Made(first.mean, first.finite, n_bytes, [one.undo for one in outcomes], outcomes)
 
 
-def _answer(talk: Any, total: Tensor) -> Tensor | Outcome:
-    try:
-        return talk.send(total.clone())  # type: ignore[no-any-return]
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+def converse(
+    talks: Sequence[Generator[Tensor, Tensor, Outcome]], each: Callable[..., list[Any]] | None = None
+) -> tuple[list[Outcome], int]:
+    """The rounds of all workers, sum by sum, and the bytes that one of them gave to the sums.
+
+    each: runs what it is given for every rank; one after another without it.
+    """
+    run = each or (lambda work: [work(rank) for rank in range(len(talks))])
+    said, n_bytes = run(lambda rank: said_by(talks[rank], None)), 0
+    while isinstance(said[0], Tensor):
+        n_bytes += said[0].numel() * said[0].element_size()
+        total = torch.stack(said).sum(0)
+        said = run(lambda rank, total=total: said_by(talks[rank], total.clone()))
+    return said, n_bytes

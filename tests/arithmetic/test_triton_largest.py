@@ -5,7 +5,7 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -163,12 +163,6 @@ def serve() -> None:
     )  # so that a small tensor has several tiles, and these several pieces
     gpu_largest.LANES, gpu_largest.SAMPLED = 128, 128
     interpreted.serve(CASES)
-
-
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[interpreted.Asked]:
-    with interpreted.process(__file__) as asked:
-        yield asked
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -6,7 +6,7 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -204,12 +204,6 @@ def serve() -> None:
 
     interpreter.mend()
     interpreted.serve(CASES)
-
-
-@pytest.fixture(scope="module")
-def interpreting() -> Iterator[interpreted.Asked]:
-    with interpreted.process(__file__) as asked:
-        yield asked
 
 
 # The interpreter takes its time: every third of the first 32, which has every number of bits, group and norm.

@@ -12,7 +12,8 @@ from torch import Tensor
 import gradwire
 from gradwire import PowerSGD, from_spec
 from gradwire.layout import Layout
-from gradwire.ranks import CPU, Ranks, converse
+from gradwire.ranks import CPU, Ranks
+from gradwire.repeated import converse
 from gradwire.store import Store
 
 SHAPES: list[tuple[int, ...]] = [(20, 30), (30,), (8, 3, 3, 3), (), (6, 5), (64, 48)]

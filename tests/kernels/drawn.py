@@ -16,7 +16,7 @@ RULES = {
     "hybrid": Rule(2.0, 0.9, 0.1, 0.0, False, "paper"),
     "floor": Rule(1.0, 0.99, None, 0.5, True, "paper"),
 }
-SIZES = [33, 1, 0, 800, 31]
+SIZES = [33, 1, 0, 1500, 31]
 
 
 def kernels() -> Any:

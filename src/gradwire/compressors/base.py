@@ -161,6 +161,14 @@ class Rounds(Protocol[S]):
         ...
 
 
+def said_by(talk: Generator[Tensor, Tensor, Outcome], total: Tensor | None) -> Tensor | Outcome:
+    """What a method says to a sum, None at first: the next tensor, or what came of all of them."""
+    try:
+        return next(talk) if total is None else talk.send(total)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 @runtime_checkable
 class Sum(Protocol):
     """A method whose tensors are summed by one all-reduce of DDP's own kind: no message, no state."""

@@ -33,6 +33,7 @@ MAGIC = int.from_bytes(b"GRWR", "little")
 VERSION = 1
 WORDS, COMPACT, BARE = 1, 2, 3  # the formats of the body
 FIXED = 10
+WORD_BYTES = 4
 CHECKSUM = slice(8, 10)
 
 
