@@ -31,6 +31,7 @@ SUITES = {
         "moments_gpu",
         "memory_gpu",
         "overlap_gpu",
+        "simulate_gpu",
     ),
 }
 COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")

@@ -59,6 +59,7 @@ class Ranks:
             self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
         self.repeated: Repeated | None = None
         self._repeats = abreast and repeats(compressor, device)
+        self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
         self.needs_room = needs_room(compressor)
         self.planned = planned and self.needs_room
@@ -70,7 +71,7 @@ class Ranks:
         """The same method with other options."""
         if compressor == self.compressor:
             return
-        self.compressor, self.repeated = compressor, None
+        self.compressor, self.repeated, self._steps_alike = compressor, None, 0
         if self.abreast is not None:
             self.abreast.use(compressor)
 
@@ -99,7 +100,7 @@ class Ranks:
         context = self.context(active, dense)
         if isinstance(self.compressor, Sum):
             done = self._cast(grads, self.compressor)
-        elif self._repeats and isinstance(grads, Tensor) and self.number >= FIRST and not context.dense:
+        elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
             done = self._again(grads, context)
         elif isinstance(self.compressor, Rounds):
             done = self._summed(grads, context)
@@ -109,6 +110,7 @@ class Ranks:
             for state in self.states:
                 self.compressor.clear(state, context)
         self.number += 1
+        self._steps_alike += 1
         n_bytes = self.world_size * done.n_bytes
         self.meter.count(n_bytes, n_bytes, self.world_size * WORD_BYTES * self.layout.numel)
         self.meter.end_step(context.dense)

@@ -7,7 +7,7 @@ import torch
 
 from compressors.rows import ROWS
 from compressors.test_contract import LAYOUT, gradient
-from gradwire.compressors import MomentumDCT, PowerSGD, Sum
+from gradwire.compressors import MomentumDCT, PowerSGD, Sum, TopK
 from gradwire.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -65,3 +65,21 @@ def test_a_graph_of_all_workers_on_a_gpu(name: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert graph.repeated is not None
     assert graph.meter.stats([]).elements_sent == plain.meter.stats([]).elements_sent
+
+
+def test_a_graph_goes_on_with_other_options_on_a_gpu() -> None:
+    """What a density that falls over a run does, and a simulation that goes on from a checkpoint: new tables."""
+    cuda, first = torch.device("cuda"), TopK(density=0.2, exact=True)
+    plain, graph = (Ranks(first, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
+    plain.number = graph.number = 5
+    held = torch.zeros(3, LAYOUT.numel, device=cuda)
+    for step in range(10):
+        if step == 5:
+            for ranks in (plain, graph):
+                ranks.use(TopK(density=0.1, exact=True))
+        grads = torch.stack([gradient(step, rank) for rank in range(3)]).cuda()
+        held.copy_(grads)
+        found, wanted = graph.exchange(held, held), plain(list(grads))
+        assert found.n_bytes == wanted.n_bytes
+        assert torch.equal(found.mean, wanted.mean)
+    assert graph.repeated is not None
