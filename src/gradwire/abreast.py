@@ -65,7 +65,7 @@ class Abreast:
         moment = state.moment if isinstance(state, StromState) else moments.flatten()
         kernel, chunk = kernels.select(grads.device), self.layout.numel
         chosen = kernel.encode(
-            grads.flatten(), moment, state.residual, state.variance, None, self.whole, vgc.rule,
+            grads.flatten(), moment, state.residual, state.variance, None, self.whole, vgc.rule_in(context),
             context.capacity * self.workers, context.step, chunk,
         )  # fmt: skip
         out, exponents = torch.zeros_like(grads[0]), chosen.exponents.view(shape)

@@ -42,6 +42,7 @@ def state_dict(link: Link) -> dict[str, Any]:
         "step": link.steps,
         "since_dense": link.capacity.since_dense,
         "passed": dict(link.capacity.passed),
+        "step_ns": link.budget.step_ns,
         "powers": dict(link.store.powers),
         "parameters": _parameters(link),
     }
@@ -106,7 +107,8 @@ def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = Fals
         problem = CheckpointError(f"damaged gradwire state: {error!r}")
     facts = {"checkpoint": str(problem or "good")}
     if problem is None:
-        facts["checkpoint"] += f", step {state['step']}, capacity {sorted(state['passed'].items())}"
+        counts = sorted(state["passed"].items())
+        facts["checkpoint"] += f", step {state['step']}, {state.get('step_ns')} ns, capacity {counts}"
     together(link, facts, problem)
     apply(link, state, fields)
 
@@ -128,6 +130,7 @@ def apply(link: Link, state: Mapping[str, Any], fields: dict[str, dict[str, Tens
     sizes = {name: parameter.numel() for name, parameter in link.parameters.items()}
     link.capacity.passed = {n: min(count, sizes[n]) for n, count in state["passed"].items() if n in sizes}
     link.capacity.since_dense = state["since_dense"]
+    link.budget.restore(state.get("step_ns", 0))
     link.skip_step()
     if link.recorder is not None:
         link.recorder.begin_step(link.steps)
@@ -144,6 +147,9 @@ def check(state: Any) -> None:
         raise CheckpointError(f"gradwire state of format {state['format']}, this version reads {FORMAT}")
     if not 0 <= state["rank"] < state["world_size"] or state["step"] < 0 or state["since_dense"] < 0:
         raise CheckpointError("damaged gradwire state: rank, world size or step out of range")
+    step_ns = state.get("step_ns", 0)  # of a rate's budget alone
+    if type(step_ns) is not int or not 0 <= step_ns < 1 << 63:
+        raise CheckpointError(f"damaged gradwire state: step_ns is {step_ns!r}")
     for name, count in state["passed"].items():
         if not isinstance(name, str) or not isinstance(count, int) or count < 0:
             raise CheckpointError(f"damaged gradwire state: passed[{name!r}] is {count!r}")

@@ -6,14 +6,13 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.capacity import Capacity, Plan
+from gradwire.capacity import Capacity
 from gradwire.compressors.base import (
     Arrival,
     Context,
@@ -26,55 +25,10 @@ from gradwire.compressors.base import (
     tensors,
 )
 from gradwire.compressors.held import everything
-from gradwire.exchange import Courier, Flight
-from gradwire.layout import Layout
+from gradwire.exchange import Courier
+from gradwire.parcels import Parcel, Sent, Step
 from gradwire.stats import Meter
-from gradwire.store import Bucket
 from gradwire.wire.header import WORD_BYTES
-
-
-@dataclass
-class Parcel:
-    """One bucket on its way: DDP's flat gradient goes in, the mean over the ranks comes back in its place."""
-
-    bucket: Bucket
-    buffer: Tensor
-    active: Tensor | None
-    scale: Tensor | None  # of a GradScaler: r and v are kept in units of 1
-    ready: torch.cuda.Event | None
-    future: Future[Tensor]
-
-
-@dataclass
-class Sent:
-    """A parcel whose message is on its way; summed: in a dense step, all that was held back too."""
-
-    compressor: Gather[Any]
-    parcel: Parcel
-    context: Context
-    data: Tensor
-    flight: Flight
-    summed: Flight | None = None
-
-
-@dataclass
-class Step:
-    """One synced backward. Its futures are resolved together, because one bad bucket makes all of them NaN."""
-
-    number: int
-    plan: Plan
-    tensors_left: int  # of the model: DDP's own word for the last bucket is wrong in a static graph's first step
-    parcels: list[Parcel] = field(default_factory=list)
-    undo: list[Callable[[], None]] = field(default_factory=list)
-    clear: list[Callable[[], None]] = field(default_factory=list)
-    arrivals: list[tuple[Layout, Arrival]] = field(default_factory=list)
-    done: bool = False
-
-    def take_back(self) -> None:
-        """Every sent element gets its r and v back, as they were before the send."""
-        for change in self.undo:
-            change()
-        self.undo.clear()
 
 
 class Delivery:
@@ -89,6 +43,24 @@ class Delivery:
     def submit(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
         """Queues a parcel; its future is resolved after the step's last one."""
         self._courier.submit(lambda: self._work(compressor, step, parcel))
+
+    def beside(self, step: Step, n_tensors: int, summed: Future[Tensor]) -> Future[Tensor]:
+        """Tensors of a step that are summed without the courier: resolved with the step all the same."""
+        done: Future[bool] = Future()
+        step.beside.append(done)
+
+        def count() -> None:
+            step.tensors_left -= n_tensors
+            if step.tensors_left == 0:
+                self._finish(step)
+
+        self._courier.submit(lambda: self._guarded(step, count))
+
+        def resolve(done: Future[bool]) -> Tensor:
+            finite = done.wait()  # raises what the step did
+            return summed.wait() if finite else summed.wait().fill_(float("nan"))
+
+        return done.then(resolve)
 
     def _work(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
         """Encodes and sends; what follows is work behind the buckets that are ready by now."""
@@ -106,11 +78,17 @@ class Delivery:
         self._do(step, parcel, send)
 
     def _do(self, step: Step, parcel: Parcel, piece: Callable[[], None]) -> None:
+        def on_stream() -> None:
+            with self._on_stream(parcel):
+                piece()
+
+        self._guarded(step, on_stream)
+
+    def _guarded(self, step: Step, piece: Callable[[], None]) -> None:
         try:
             if self._error is not None:
                 raise RuntimeError(f"an earlier exchange failed: {self._error}") from self._error
-            with self._on_stream(parcel):
-                piece()
+            piece()
         except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
             self._fail(step, error)
 
@@ -127,12 +105,15 @@ class Delivery:
         layout = parcel.bucket.layout
         capacity = self._capacity.of(layout, step.plan) if needs_room(compressor) else ()
         courier, dense = self._courier, step.plan.dense
-        return Context(layout, step.number, capacity, parcel.active, courier.world_size, dense, courier.rank)
+        common = (layout, step.number, capacity, parcel.active, courier.world_size, dense, courier.rank)
+        return Context(*common, density=step.plan.density)
 
     def _send(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> Sent:
         layout, state, context = parcel.bucket.layout, parcel.bucket.state, self._context(compressor, step, parcel)
+        if step.budget is not None:
+            step.budget.ask(self._courier, parcel.buffer.device)
         with self._meter.phase("encode"):
-            message = compressor.encode(*_unscaled(parcel), state, context)
+            message = compressor.encode(*parcel.unscaled(), state, context)
             step.undo.append(message.undo)
             whole = compressor.waiting(state, context) if step.plan.dense else None
             if whole is not None and parcel.scale is not None:
@@ -166,7 +147,7 @@ class Delivery:
         rounds = functools.partial(everything, compressor) if context.dense else compressor.rounds
         n_bytes = 0
         with self._meter.phase("encode"):
-            talk = rounds(_unscaled(parcel)[0], state, context)
+            talk = rounds(parcel.unscaled()[0], state, context)
             said = said_by(talk, None)
         while isinstance(said, Tensor):
             n_bytes += said.numel() * said.element_size()
@@ -195,7 +176,7 @@ class Delivery:
 
     def _finish(self, step: Step) -> None:
         """Commits the step or takes it back, then lets DDP have the buckets."""
-        finite, counts = _read(step)
+        finite, counts = step.read()
         step.arrivals.clear()  # with the messages that they hold
         if finite:
             for change in step.clear:
@@ -217,12 +198,16 @@ class Delivery:
                     stacklevel=1,
                 )
                 self._warned = True
+        if step.budget is not None:
+            step.budget.hear()
         self._meter.end_step(step.plan.dense)
         step.done = True
         self._end_step(finite)
         parcels, step.parcels = step.parcels, []
         for parcel in parcels:
             parcel.future.set_result(parcel.buffer)
+        for future in step.beside:
+            future.set_result(finite)
 
     def _fail(self, step: Step, error: BaseException) -> None:
         """Takes back what this step sent and hands the error to every future of it, now and later."""
@@ -233,6 +218,9 @@ class Delivery:
         for parcel in step.parcels:
             if not parcel.future.done():
                 parcel.future.set_exception(error)  # type: ignore[arg-type]
+        for future in step.beside:
+            if not future.done():
+                future.set_exception(error)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def _on_stream(self, parcel: Parcel) -> Iterator[None]:
@@ -248,24 +236,6 @@ class Delivery:
             yield
 
 
-def _read(step: Step) -> tuple[bool, list[tuple[Layout, list[int]]]]:
-    """(all finite, counts by bucket) of a step; the only place where the host waits for a GPU, once a step."""
-    parts: list[Tensor] = []
-    for _, arrival in step.arrivals:
-        parts.append(torch.stack([arrival.finite, arrival.bad]).int())
-        if arrival.passed is not None:
-            parts.append(arrival.passed)
-    numbers = iter(torch.cat(parts).tolist())
-    finite, counts = True, []
-    for layout, arrival in step.arrivals:
-        finite &= bool(next(numbers))
-        if next(numbers):
-            arrival.refuse()
-        if arrival.passed is not None:
-            counts.append((layout, [next(numbers) for _ in layout]))
-    return finite, counts
-
-
 def _fine() -> None:
     """Of sums, which torch checks."""
 
@@ -279,11 +249,3 @@ def _snapshot(state: State) -> Callable[[], None]:
             tensor.copy_(before)
 
     return put_back
-
-
-def _unscaled(parcel: Parcel) -> tuple[Tensor, Tensor]:
-    """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
-    grad, moment = parcel.buffer.float(), parcel.bucket.moment
-    if parcel.scale is None:
-        return grad, moment
-    return grad / parcel.scale, moment / parcel.scale / parcel.scale

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from gradwire import checkpoint
-from gradwire.compressors import Compressor
+from gradwire.compressors import BF16, VGC, Compressor, Dense, from_spec
+from gradwire.compressors.base import checked
 from gradwire.ddp import attach_link
 from gradwire.errors import GradwireError
 from gradwire.link import Link
@@ -16,11 +18,18 @@ from gradwire.moments import coverage
 from gradwire.moments.registry import BatchDim
 from gradwire.stats import Stats, Writer, scalars
 
+if TYPE_CHECKING:
+    from gradwire.auto.pilot import Pilot
+    from gradwire.plan.choose import Verdict
+
+AUTO = "auto"
+
 
 def attach(
     model: nn.Module,
-    compressor: Compressor,
+    compressor: Compressor | str,
     *,
+    methods: Sequence[Compressor | str] | None = None,
     scaler: Any = None,
     strict: bool = False,
     batch_dim: BatchDim = 0,
@@ -29,6 +38,8 @@ def attach(
 ) -> Wire:
     """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
 
+    compressor: such as VGC(alpha=1.5), its spec ("vgc:alpha=1.5"), or "auto": measures the link and the steps, chooses
+    among Dense and `methods` (BF16 and VGC if nothing is said), says why, and chooses anew when the link changes.
     scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
     strict: refuse parameters whose second moment can only be estimated.
     batch_dim: the sample axis, or {module name: axis} where a part of the model has another one, None where it has
@@ -36,14 +47,33 @@ def attach(
     estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
     """
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
-    return Wire(attach_link(model, compressor, scaler, moments))
+    if compressor == AUTO:
+        allowed = [_method(one) for one in (methods if methods is not None else (BF16(), VGC()))]
+        return _piloted(attach_link(model, Dense(), scaler, moments), allowed)
+    if methods is not None:
+        raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
+    return Wire(attach_link(model, _method(compressor), scaler, moments))
+
+
+def _method(given: Compressor | str) -> Compressor:
+    return from_spec(given) if isinstance(given, str) else checked(given)
+
+
+def _piloted(link: Link, methods: Sequence[Compressor]) -> Wire:
+    from gradwire.auto.pilot import Pilot  # what nobody else needs is not imported with gradwire
+
+    try:
+        return Wire(link, Pilot(link, methods))
+    except BaseException:
+        link.close()
+        raise
 
 
 class Wire:
     """The handle of an attached model."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, pilot: Pilot | None = None) -> None:
+        self._link, self._pilot = link, pilot
 
     def __repr__(self) -> str:
         link = self._link
@@ -58,7 +88,16 @@ class Wire:
     @compressor.setter
     def compressor(self, compressor: Compressor) -> None:
         """Changes the method between two steps; the residual and the variance are carried over. Collective."""
-        self._live().use(compressor)
+        link = self._live()
+        if self._pilot is not None:
+            self._pilot.stop()
+            self._pilot = None
+        link.use(compressor)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of "auto": what it chose, from which predictions, and why; None until it has measured."""
+        return None if self._pilot is None else self._pilot.verdict
 
     @property
     def steps(self) -> int:
@@ -102,7 +141,11 @@ class Wire:
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
         """Goes on where `state` was saved, on the same number of workers. Collective."""
-        checkpoint.load_state_dict(self._live(), state, strict=strict)
+        link = self._live()
+        method = None if self._pilot is None else self._pilot.method_of(state)
+        checkpoint.load_state_dict(link, state, strict=strict)
+        if self._pilot is not None and method is not None:
+            self._pilot.take_over(method)
 
     def capture(self, *sample: Tensor) -> None:
         """On a GPU: the model's forward and backward run as two CUDA graphs for inputs like the sample.
@@ -122,7 +165,10 @@ class Wire:
 
     def detach(self) -> None:
         """Plain DDP again, after one more step that takes along what was held back. Collective."""
-        self._live().detach()
+        link = self._live()
+        if self._pilot is not None:
+            self._pilot.stop()
+        link.detach()
 
     def _live(self) -> Link:
         if not self._link.attached:

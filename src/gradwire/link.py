@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import functools
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import gradwire
-from gradwire.capacity import Capacity, Plan
-from gradwire.compressors.base import Compressor, Gather, Rounds, Sum, holds_back, needs_room
+from gradwire import stepping
+from gradwire.budget import Budget, check
+from gradwire.capacity import Capacity, Plan, most_buckets
+from gradwire.compressors.base import Compressor, Gather, Sum, checked, holds_back, needs_room
 from gradwire.compressors.dense import Dense
-from gradwire.delivery import Delivery, Parcel, Step
+from gradwire.delivery import Delivery
 from gradwire.errors import GradwireError
 from gradwire.exchange import agree, courier_of
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
+from gradwire.parcels import Parcel, Step, recorded_event
 from gradwire.stats import Meter
 from gradwire.store import Store
+from gradwire.sums import Small, summed
 from gradwire.unused import Unused
 from gradwire.wire.header import VERSION
+
+if TYPE_CHECKING:
+    from gradwire.auto.clock import Clock
 
 SECOND_BACKWARD = (
     "a second synced backward came before an optimizer step: its gradient would mix with what was already exchanged. "
@@ -67,34 +71,38 @@ class Link:
         self.meter = Meter(self.n_parameters, self.device)
         n_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
         numels = {name: p.numel() for name, p in self.parameters.items()}
-        self.capacity = Capacity(n_bytes, self.world_size, numels)
+        buckets = most_buckets(n_bytes, len({p.dtype for p in self.parameters.values()}), _bucket_limit(root))
+        self.capacity = Capacity(n_bytes, self.world_size, numels, buckets)
+        self.budget = Budget(self.world_size)
         self.steps = 0
         self.attached = True
         self.on_step: list[Callable[[], None]] = []
+        self.clock: Clock | None = None  # is told when buckets are ready and back
+        self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
+        self._small: Small | None = None
+        self._compressed: set[str] = set()  # tensors that may hold something back
         self._delivery: Delivery | None = None
         self._step = Step(0, Plan(dense=True), tensors_left=0, done=True)
         self._last_scale: Tensor | None = None
         self._updates: int | None = None  # the parameters' versions when the last exchange began
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        _links.add(self)
-        _watch_optimizers()
+        stepping.listen(self)
 
     @property
     def compressor(self) -> Compressor:
         """The one that was asked for last."""
         return self._next or self._compressor
 
-    def use(self, compressor: Compressor) -> None:
+    def use(self, compressor: Compressor, small: Small | None = None) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
-        if isinstance(compressor, type) or not isinstance(compressor, Gather | Rounds | Sum):
-            raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {compressor!r}")
-        agree(self.group, self._facts(compressor), self.device)
+        agree(self.group, self._facts(checked(compressor)), self.device)
+        check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
         recorder, delivery = self.recorder, self._delivery
         if compressor.needs_moments and recorder is None:
             recorder = self._record()
         if not isinstance(compressor, Sum) and delivery is None:
             delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
-        self.recorder, self._delivery = recorder, delivery  # nothing can fail from here on
+        self.recorder, self._delivery, self._small = recorder, delivery, small  # nothing can fail from here on
         if not holds_back(compressor) and holds_back(self._compressor) and self.store.residuals():
             self._next = compressor
         else:
@@ -109,11 +117,13 @@ class Link:
 
     def _install(self, compressor: Compressor) -> None:
         self._compressor, self._next = compressor, None
+        self.budget.use(compressor, self.capacity)
         if not compressor.needs_moments and self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
         if not holds_back(compressor):
             self.store.prune()
+            self._compressed.clear()
         if not needs_room(compressor):
             self.capacity.passed.clear()
         self.unused.watch(self.parameters if holds_back(compressor) and self.recorder is None else {})
@@ -147,23 +157,32 @@ class Link:
             "compressor": repr(compressor),
             "model": f"{self.n_parameters} parameters in {len(self.parameters)} tensors\n{tensors}",
             "options of attach": f"{self._moments}, scaler={self.scaler is not None}",
-            "history": f"step {self.steps}\n{self.capacity.passed} {self.capacity.since_dense}",
+            "history": f"step {self.steps}\n{self.capacity.passed} {self.capacity.since_dense} {self.budget.step_ns}",
         }
 
     def exchange(self, bucket: GradBucket) -> Future[Tensor]:
         """One ready bucket: its future holds the mean over the ranks."""
         if self._step.done:
             self._begin_step()
-        if isinstance(self._compressor, Sum):
-            return self._sum(bucket, self._compressor)
-        assert self._delivery is not None
         layout = self._layout(bucket)
+        if self.clock is not None:
+            self.clock.ready(layout)
+        if isinstance(self._compressor, Sum):
+            future = self._sum(bucket.buffer(), layout, self._compressor)
+            self._count_sum(layout)
+            return future
+        assert self._delivery is not None
+        if self._small is not None and self._is_small(layout, self._small):
+            self._consume(layout, bucket.buffer())
+            future = self._sum(bucket.buffer(), layout, self._small.method)
+            return self._delivery.beside(self._step, len(layout), future)
+        self._compressed.update(layout.names)
         parcel = Parcel(
             bucket=self.store.bucket(layout, self._compressor, bucket.buffer().device),
             buffer=bucket.buffer(),
             active=self._consume(layout, bucket.buffer()),
             scale=self._last_scale,
-            ready=_recorded_event(self.device),
+            ready=recorded_event(self.device),
             future=Future(devices=[self.device] if self.device.type == "cuda" else []),
         )
         self._delivery.submit(self._compressor, self._step, parcel)
@@ -175,8 +194,8 @@ class Link:
         if not isinstance(self._compressor, Sum):
             self._check_begin()
             if isinstance(self._compressor, Gather) and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words)
-        self._step = Step(self.steps, plan, tensors_left=len(self.parameters))
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes)
+        self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
 
     def _check_begin(self) -> None:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
@@ -213,6 +232,8 @@ class Link:
         """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
+            if self.between_steps is not None:
+                self.between_steps()
 
     def _end_step(self, finite: bool) -> None:
         if not finite:
@@ -220,6 +241,8 @@ class Link:
         elif self._next is not None:
             self._install(self._next)
         self.steps += 1
+        self.budget.end_step()
+        self._arrived()
         if self.recorder is not None:
             self.recorder.begin_step(self.steps)
         for action in self.on_step:
@@ -242,52 +265,30 @@ class Link:
                 recorder.consume(slot.name, slot.of(buffer))
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
-    def _bind(self, name: str, destination: Tensor) -> None:
-        if self.recorder is not None:
-            self.recorder.bind(name, destination)
+    def _is_small(self, layout: Layout, small: Small) -> bool:
+        """Not if something of it is held back: a sum would leave that where it is."""
+        return layout.numel <= small.numel and self._compressed.isdisjoint(layout.names)
 
-    def _sum(self, bucket: GradBucket, compressor: Sum) -> Future[Tensor]:
-        """An all-reduce of the mean: multiplied by 1/W before the sum, exactly as DDP does it."""
-        buffer, layout, start = bucket.buffer(), self._layout(bucket), time.perf_counter()
-        buffer.mul_(1 / self.world_size)
-        tensor = buffer.to(compressor.wire_dtype(buffer.dtype))
-        n_bytes = tensor.numel() * tensor.element_size()
-        self.meter.count(n_bytes, n_bytes, buffer.numel() * buffer.element_size())
-        self.meter.everything(layout)
-        work = dist.all_reduce(tensor, group=self.group, async_op=True)
-        assert work is not None
+    def _count_sum(self, layout: Layout) -> None:
+        """A step of sums alone is over when its last bucket is on its way."""
         self._step.tensors_left -= len(layout)
         if self._step.tensors_left == 0:
             self._step.done = True
             self.meter.end_step(dense=True)
             self._end_step(finite=True)
 
-        def arrived(future: Future[list[Tensor]]) -> Tensor:
-            reduced: Tensor = future.value()[0]
-            self.meter.add_time("exchange", time.perf_counter() - start)
-            return reduced if reduced is buffer else buffer.copy_(reduced)
+    def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
+        return summed(buffer, layout, method, self.group, self.meter, self._arrived)
 
-        return work.get_future().then(arrived)  # type: ignore[no-any-return]
+    def _arrived(self) -> None:
+        if self.clock is not None:
+            self.clock.arrived()
 
-
-_links: weakref.WeakSet[Link] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """One hook for all links and for good: removing one while torch runs through its hooks makes that step fail."""
-
-    def stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for link in list(_links):
-            link.on_optimizer(optimizer)
-
-    register_optimizer_step_post_hook(stepped)
+    def _bind(self, name: str, destination: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.bind(name, destination)
 
 
-def _recorded_event(device: torch.device) -> torch.cuda.Event | None:
-    """On a GPU: marks where the backward's stream stands now."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
+def _bucket_limit(root: nn.Module) -> int:
+    """Bytes that DDP's smallest full bucket has at least; 1 where nobody says."""
+    return int(min([getattr(root, "bucket_bytes_cap", 1), *getattr(root, "bucket_bytes_cap_list", ())]))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwire.abreast import Abreast, fits
-from gradwire.capacity import Capacity, Plan
+from gradwire.budget import asked, check
+from gradwire.capacity import Capacity, Plan, most_buckets
 from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds, Sum, needs_room, tensors
 from gradwire.compressors.fixed import Body
 from gradwire.compressors.held import everything
@@ -50,6 +51,11 @@ class Ranks:
         device: torch.device = CPU,
         abreast: bool = False,
     ) -> None:
+        numels, n_bytes = {slot.name: slot.numel for slot in layout}, WORD_BYTES * layout.numel
+        self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes))  # heads as those of real workers
+        self.needs_room = needs_room(compressor)
+        self.planned = planned and self.needs_room
+        self._check(compressor)
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
         self.abreast = Abreast(compressor, layout, world_size, device) if abreast and fits(compressor, layout) else None
         if self.abreast is not None:
@@ -61,29 +67,38 @@ class Ranks:
         self._repeats = abreast and repeats(compressor, device)
         self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
-        self.needs_room = needs_room(compressor)
-        self.planned = planned and self.needs_room
-        numels = {slot.name: slot.numel for slot in layout}
-        self.capacity = Capacity(WORD_BYTES * layout.numel, world_size, numels)
         self.meter = Meter(layout.numel * world_size, device)  # of all workers together
 
     def use(self, compressor: Any) -> None:
         """The same method with other options."""
         if compressor == self.compressor:
             return
+        self._check(compressor)
         self.compressor, self.repeated, self._steps_alike = compressor, None, 0
         if self.abreast is not None:
             self.abreast.use(compressor)
 
+    def _check(self, compressor: Any) -> None:
+        """Before anything is changed: a budget that can be kept."""
+        if not self.planned:
+            return
+        if asked(compressor)[1] is not None:
+            raise ValueError(
+                f"budget={compressor.budget!r}: workers in one process have no link and their steps no time of their "
+                "own, so a rate means nothing: give max_bytes_per_step"
+            )
+        check(compressor, self.capacity)
+
     def context(self, active: Tensor | None = None, dense: bool = False) -> Context:
         capacity: tuple[int, ...] = ()
+        density = None
         if self.planned:
-            plan = self.capacity.plan(self.compressor.words)
-            capacity, dense = self.capacity.of(self.layout, plan), plan.dense
+            plan = self.capacity.plan(self.compressor.words, asked(self.compressor)[0])
+            capacity, dense, density = self.capacity.of(self.layout, plan), plan.dense, plan.density
         elif self.needs_room:
             rooms = self.rooms if self.rooms is not None else tuple(slot.numel for slot in self.layout)
             capacity = (0,) * len(self.layout) if dense else rooms
-        return Context(self.layout, self.number, capacity, active, self.world_size, dense)
+        return Context(self.layout, self.number, capacity, active, self.world_size, dense, density=density)
 
     def __call__(
         self,

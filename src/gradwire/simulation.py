@@ -77,9 +77,7 @@ class Simulation:
         gpu, numel = self.device.type == "cuda", self.layout.numel
         self.gradients = torch.zeros(workers, numel, device=self.device)
         self.moments = torch.zeros(workers, numel if compressor.needs_moments else 0, device=self.device)
-        rows = enumerate(zip(self.gradients, self.moments, strict=True))
-        self.replicas = [Replica(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
-        self.ranks = Ranks(
+        self.ranks = Ranks(  # before the model is copied: it may refuse
             compressor,
             self.layout,
             workers,
@@ -87,6 +85,8 @@ class Simulation:
             device=self.device,
             abreast=gpu if messages is None else not messages,
         )
+        rows = enumerate(zip(self.gradients, self.moments, strict=True))
+        self.replicas = [Replica(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
         self._captures = gpu if capture is None else capture
         self._branches: Branches | None = None
         self._random = [_seeded(seed, rank, self.device) for rank in range(workers)]

@@ -8,6 +8,9 @@ from gradwire.cli.demo import demo
 from gradwire.cli.experiment import experiment
 from gradwire.cli.lab import lab
 from gradwire.cli.methods import methods
+from gradwire.cli.plan import plan
+from gradwire.cli.race import race
+from gradwire.cli.replay import replay
 from gradwire.cli.train import train
 
 app = typer.Typer(
@@ -21,4 +24,7 @@ app.command()(demo)
 app.command()(experiment)
 app.command()(lab)
 app.command()(methods)
+app.command()(plan)
+app.command()(race)
+app.command()(replay)
 app.command()(train)

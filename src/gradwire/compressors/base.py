@@ -23,6 +23,7 @@ class Context:
     world_size: int = 1
     dense: bool = False  # everything is sent beside the message, which then carries nothing
     rank: int = 0  # of the one that encodes: what it rounds by chance is independent of what the others do
+    density: float | None = None  # that a budget allows in this step; None: as the method's options say
 
     def only(self, flat: Tensor) -> Tensor:
         """[N] with zeros in the tensors that have no gradient in this step."""
@@ -180,6 +181,13 @@ class Sum(Protocol):
 
 Stateful = Gather[Any] | Rounds[Any]  # what the courier carries
 Compressor = Stateful | Sum
+
+
+def checked(given: Any) -> Compressor:
+    """`given`, if it is a compressor."""
+    if isinstance(given, type) or not isinstance(given, Gather | Rounds | Sum):
+        raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {given!r}")
+    return given
 
 
 def holds_back(compressor: Compressor) -> bool:

@@ -67,11 +67,18 @@ def from_spec(spec: str) -> Compressor:
 
 
 def to_spec(compressor: Any) -> str:
-    """What `from_spec` makes it of: its name, and the options that are not the default."""
-    name = next(name for name, method in METHODS.items() if type(compressor) is method)
+    """What `from_spec` makes it of: its name, and the options that are not the default. Its repr if it is unknown."""
+    name = next((name for name, method in METHODS.items() if type(compressor) is method), None)
+    if name is None:
+        return repr(compressor)
     values = {field: getattr(compressor, field.name) for field in fields(compressor)}
-    given = [f"{field.name}={value}".lower() for field, value in values.items() if value != field.default]
+    given = [f"{field.name}={_written(value)}" for field, value in values.items() if value != field.default]
     return f"{name}:{','.join(given)}" if given else name
+
+
+def _written(value: Any) -> str:
+    """A text as it is: Mb is not MB."""
+    return value if isinstance(value, str) else str(value).lower()
 
 
 def _parse(where: str, text: str, kind: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gradwire import kernels
 from gradwire.arithmetic.quota import check_density
+from gradwire.budget import bytes_a_second
 from gradwire.compressors.base import Arrival, Context, Message
 from gradwire.layout import Layout
 from gradwire.wire import header
@@ -41,6 +42,10 @@ class VGC:
     density (ours): of every tensor of n elements about max(1, floor(density n)) are to pass, those whose score
     s = r^2 - alpha v > floor^2 is largest: where s is at least a limit, which a histogram of this step's scores gives
     (kernels/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k.
+    max_bytes_per_step (ours): the density that fits: what a worker hands to the collectives in a step, heads included,
+    is at most that, and nearly that if enough scores are positive. Nothing but a change of the method is sent densely.
+    budget (ours): the same for a rate, "50Mbit/s" or "6.25MB/s", of what a worker's link carries upwards: W - 1
+    messages a step. The time of a step is measured as training goes, so two runs do not have the same bits.
     """
 
     alpha: float = 1.5
@@ -51,6 +56,8 @@ class VGC:
     rounding: str = "paper"
     wire: str = "compact"
     density: float | None = None
+    budget: str | None = None
+    max_bytes_per_step: int | None = None
 
     needs_moments: ClassVar[bool] = True
     needs_room: ClassVar[bool] = True
@@ -65,20 +72,18 @@ class VGC:
             raise ValueError(f"VGC: alpha must be >= 0, got {self.alpha}")
         if self.floor < 0:
             raise ValueError(f"VGC: floor must be >= 0, got {self.floor}")
-        if self.alpha == 0 and self.floor == 0 and self.tau is None and self.density is None:
+        sparing = (self.tau, self.density, self.budget, self.max_bytes_per_step)
+        if self.alpha == 0 and self.floor == 0 and all(option is None for option in sparing):
             raise ValueError(
                 "VGC: alpha = 0 without a floor sends everything: give a floor > 0 or a density, or use Dense()"
             )
+        self._check_amount()
         if not 0 < self.zeta <= 1:
             raise ValueError(f"VGC: zeta must be in (0, 1], got {self.zeta}")
         if self.tau is not None and self.tau < kernels.SMALLEST:
             raise ValueError(f"VGC: tau must be > 0 and no denormal, got {self.tau}")
         if self.tau is not None and self.floor:
             raise ValueError(f"VGC: tau ({self.tau}) and floor ({self.floor}) exclude each other: give one of them")
-        if self.density is not None:
-            check_density("VGC", self.density)
-            if self.tau is not None:
-                raise ValueError(f"VGC: tau ({self.tau}) and density ({self.density}) exclude each other: give one")
         if self.tau is not None and (self.feedback or self.rounding != "paper"):
             raise ValueError(
                 "VGC: with tau the size sent is always tau: feedback and rounding mean nothing, leave them out"
@@ -87,6 +92,23 @@ class VGC:
             raise ValueError(f"VGC: rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
         if self.wire not in WIRES:
             raise ValueError(f"VGC: wire must be one of {', '.join(WIRES)}, got {self.wire!r}")
+
+    def _check_amount(self) -> None:
+        """How much is sent is said once."""
+        names = ("tau", "density", "budget", "max_bytes_per_step")
+        given = [f"{name} ({getattr(self, name)})" for name in names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"VGC: {' and '.join(given)} exclude each other: give one")
+        if self.density is not None:
+            check_density("VGC", self.density)
+        most = self.max_bytes_per_step
+        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most <= 0):
+            raise ValueError(f"VGC: max_bytes_per_step must be a whole number > 0, got {most!r}")
+        if self.budget is not None:
+            try:
+                bytes_a_second(self.budget)
+            except ValueError as error:
+                raise ValueError(f"VGC: budget: {error}") from None
 
     @classmethod
     def paper(cls, alpha: float, tau: float | None = None) -> VGC:
@@ -100,7 +122,7 @@ class VGC:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
         kernel, shape, chunk = kernels.select(grad.device), self.shape(context), kernels.CHUNK
         inputs = (grad, moment, state.residual, state.variance, context.active)
-        chosen = kernel.encode(*inputs, context.layout, self.rule, context.capacity, context.step, chunk)
+        chosen = kernel.encode(*inputs, context.layout, self.rule_in(context), context.capacity, context.step, chunk)
         orders, body, counts = None, chosen.words, chosen.counts
         if self.wire == "compact":
             orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
@@ -171,6 +193,10 @@ class VGC:
         """As the kernels want it."""
         test = (self.alpha, self.zeta, self.tau, self.floor)
         return kernels.Rule(*test, self.feedback, self.rounding, self.density)
+
+    def rule_in(self, context: Context) -> kernels.Rule:
+        """With the density of this step, if there is one."""
+        return self.rule if context.density is None else replace(self.rule, density=context.density)
 
 
 @lru_cache(maxsize=16)

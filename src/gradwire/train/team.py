@@ -77,6 +77,15 @@ def choose_device(wanted: str, local_rank: int, local_world: int) -> torch.devic
     return torch.device("cuda", local_rank)
 
 
+def divide_cores(local_world: int, environment: Mapping[str, str] = os.environ) -> None:
+    """A fair part of this machine's cores for every worker, unless OMP_NUM_THREADS says how many: torch has read it.
+
+    Whoever set it knows what else runs here: the hosts of a lab have one worker each and share the cores all the same.
+    """
+    if not environment.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+
+
 @contextmanager
 def joined(device_name: str) -> Iterator[Team]:
     """Join the process group torchrun has described in the environment, and leave it at the end."""
@@ -85,7 +94,7 @@ def joined(device_name: str) -> Iterator[Team]:
     device = choose_device(device_name, local_rank, local_world)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world))
+    divide_cores(local_world)
     if rank != 0:
         warnings.simplefilter("ignore")  # rank 0 warns for all
     if device.type == "cuda":

@@ -1,0 +1,57 @@
+"""What a method costs here: encode and decode, timed on the gradients that the parameters have now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors import Compressor
+from gradwire.layout import Layout
+from gradwire.link import Link
+from gradwire.plan import costs
+from gradwire.plan.model import Cost, Network, piece_of
+
+MOMENTS = 1.15  # what second moments cost a forward and backward, until a step with them is timed
+DENSITY = 0.01  # of the elements pass, until it is seen how many do
+NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
+
+
+def dry_run(link: Link, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
+    """Of this rank alone; nothing is sent and no state of the link is touched."""
+    gradients = [_gradient(link, layout) for layout in layouts]
+    found = costs.measure(compressor, layouts, gradients, [_moment(one) for one in gradients], link.world_size)
+    return replace(found, moments=MOMENTS if compressor.needs_moments else 1.0)
+
+
+def _gradient(link: Link, layout: Layout) -> Tensor:
+    parts = []
+    for slot in layout:
+        grad = link.parameters[slot.name].grad
+        parts.append(torch.zeros(slot.numel, device=link.device) if grad is None else grad.detach().float().flatten())
+    return torch.cat(parts)
+
+
+def _moment(gradient: Tensor) -> Tensor:
+    """Of a gradient that is nearly all noise: so few elements are unambiguous in every step."""
+    generator = torch.Generator(gradient.device).manual_seed(0)
+    clear = torch.rand(gradient.shape, generator=generator, device=gradient.device) < DENSITY
+    return torch.where(clear, 0.0, 4 * gradient.square())
+
+
+def numbers_of(cost: Cost) -> list[float]:
+    return [getattr(cost, name) for name in NUMBERS]
+
+
+def with_numbers(cost: Cost, numbers: Sequence[float]) -> Cost:
+    known: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
+    return replace(cost, **known)
+
+
+def alone_ms(numel: int, network: Network, cost: Cost) -> float:
+    """One bucket with nothing beside it."""
+    piece = piece_of(numel, network, cost)
+    return piece.before_ms + piece.transfer_ms + piece.hops_ms + piece.after_ms

@@ -1,0 +1,94 @@
+"""Which method: the fastest by the cost model, in one sentence that says what it is compared with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from gradwire.plan.model import Cost, Network, Prediction, Work, predict
+
+MARGIN = 0.05
+RATES = (1e-3, 1e9)  # Mbit/s between which a break-even is looked for
+HALVINGS = 32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was chosen, what it was chosen from, and why."""
+
+    chosen: str  # spec
+    predictions: dict[str, Prediction]  # by spec
+    words: str
+
+
+def choose(
+    work: Work,
+    network: Network,
+    costs: Sequence[Cost],
+    margin: float = MARGIN,
+    errors: Mapping[str, float] | None = None,
+) -> Verdict:
+    """The fastest. One that loses information only where it beats the best cast (dense, bf16) by the margin.
+
+    errors: by method, measured / predicted step time, where it is known; the predictions are corrected by it.
+    """
+    if not costs:
+        raise ValueError("there is no method to choose from")
+    predictions = {cost.spec: predict(work, network, cost) for cost in costs}
+    for spec, error in (errors or {}).items():
+        if spec in predictions:
+            predictions[spec] = replace(predictions[spec], step_ms=error * predictions[spec].step_ms)
+
+    def fastest(kinds: Sequence[str]) -> str | None:
+        specs = [cost.spec for cost in costs if cost.kind in kinds]
+        return min(specs, key=lambda spec: predictions[spec].step_ms, default=None)
+
+    cast, compressed = fastest(["sum"]), fastest(["gather", "rounds"])
+    where = f"on this link ({describe(network)})"
+    if cast is None or compressed is None:
+        chosen = cast or compressed
+        assert chosen is not None
+        n_others = len(predictions) - 1
+        words = f"{chosen}: {where} it is " + (f"the fastest of {n_others + 1}" if n_others else "the only one given")
+        return Verdict(chosen, predictions, words)
+    plain_ms, compressed_ms = predictions[cast].step_ms, predictions[compressed].step_ms
+    change = compressed_ms / plain_ms - 1 if plain_ms else 0.0
+    if change < -margin:
+        took = f"{compressed_ms:.4g} ms instead of {plain_ms:.4g} ms with {cast}"
+        words = f"{compressed}: {where} a step takes {percent(-change)} less, {took}"
+        return Verdict(compressed, predictions, words)
+    if change < 0:
+        words = f"compression would save {percent(-change)} ({compressed}), which is within the margin of {margin:.0%}"
+    else:
+        words = f"compression would cost {percent(change)}" + ("" if change < 1 else f" ({compressed})")
+    return Verdict(cast, predictions, f"{cast}: {where} {words}")
+
+
+def describe(network: Network) -> str:
+    """938 Mbit/s, 4 workers."""
+    rate = "no limit" if math.isinf(network.mbit) else f"{network.mbit:,.4g} Mbit/s"
+    return f"{rate}, {network.workers} worker{'s' if network.workers != 1 else ''}"
+
+
+def percent(share: float) -> str:
+    """12 %, or 0.4 %."""
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:,.0f} %"
+
+
+def pays_below(work: Work, network: Network, cost: Cost, against: Cost, margin: float = 0.0) -> float | None:
+    """The rate in Mbit/s below which `cost` is faster than `against` by the margin. None: never; inf: always."""
+
+    def pays(mbit: float) -> bool:
+        there = replace(network, mbit=mbit)
+        return predict(work, there, cost).step_ms < (1 - margin) * predict(work, there, against).step_ms
+
+    slow, fast = RATES
+    if not pays(slow):
+        return None
+    if pays(fast):
+        return math.inf
+    for _ in range(HALVINGS):
+        middle = math.sqrt(slow * fast)
+        slow, fast = (middle, fast) if pays(middle) else (slow, middle)
+    return slow

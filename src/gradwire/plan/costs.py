@@ -1,0 +1,234 @@
+"""Times a method's encode and decode on given gradients, in this process alone, and counts what it would send.
+
+As delivery.py runs them: one state, buckets in order, the room of the messages from the counts of the step before.
+What the other workers would send is this worker's own message, so that decoding is real as well.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire.budget import asked
+from gradwire.capacity import Capacity, Plan, most_buckets
+from gradwire.compressors.base import Compressor, Context, Rounds, Sum, needs_room, said_by
+from gradwire.compressors.spec import to_spec
+from gradwire.layout import Layout
+from gradwire.plan.model import NS_PER_MS, Cost
+from gradwire.wire.header import FIXED, WORD_BYTES
+
+SETTLE = 4  # steps before the first that counts: kernels are compiled, and room follows the counts
+MESSAGES = 8  # that are decoded at most: more take as much longer
+TINY = 32  # elements of a bucket that is all overhead
+
+Buckets = Sequence[Tensor]  # a flat tensor each
+
+
+@dataclass
+class _Times:
+    """Of one step, all buckets together, in ms."""
+
+    encode: float = 0.0
+    decode: float = 0.0  # of all messages, or of what follows the first sum
+    decode_one: float = 0.0  # of one message
+    n_bytes: int = 0
+    rounds: int = 0
+    dense: bool = False
+
+
+def measure(
+    compressor: Compressor,
+    layouts: Sequence[Layout],
+    gradients: Buckets | Sequence[Buckets],
+    moments: Buckets | Sequence[Buckets] | None,
+    world_size: int,
+    repeats: int = 5,
+) -> Cost:
+    """What the method costs a worker of `world_size`; the factor of its second moments is left at 1.
+
+    gradients, moments: a flat float32 tensor a bucket, or such a list for each of several steps. One step is repeated
+    with changing signs, as if all of it were noise; of several steps the last `repeats` count.
+    """
+    steps = _steps(gradients, moments)
+    dry = Dry(compressor, layouts, world_size, steps[0][0][0].device)
+    for turn in range(max(len(steps), SETTLE + repeats)):
+        dry.step(*steps[turn % len(steps)])
+    return dry.cost(repeats)
+
+
+def _cost(dry: Dry, times: list[_Times], alone_ms: float, handed_over_ms: float) -> Cost:
+    """Bytes are means of all steps, times of those that are not dense, if there are such."""
+    counted = [one for one in times if not one.dense] or times
+    encode_ms, decode_ms, one_ms = (
+        usual(getattr(one, name) for one in counted) for name in ("encode", "decode", "decode_one")
+    )
+    numel, n_buckets, n_messages = sum(layout.numel for layout in dry.layouts), len(dry.layouts), dry.n_messages
+    fixed_ms = min(alone_ms, encode_ms / n_buckets)  # of every bucket
+    message_ms = 0.0
+    if n_messages > 1:
+        message_ms = min(max(0.0, (decode_ms - one_ms) / (n_messages - 1)), decode_ms / n_messages)
+    head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
+    n_bytes = statistics.mean(one.n_bytes for one in times)
+    return Cost(
+        spec=to_spec(dry.compressor),
+        kind=dry.kind,
+        bytes_per_element=(n_bytes - head * n_buckets) / numel,
+        head_bytes=head,
+        encode_ns=(encode_ms - fixed_ms * n_buckets) * NS_PER_MS / numel,
+        decode_ns=(decode_ms - message_ms * n_messages) * NS_PER_MS / numel,
+        decode_message_ns=message_ms * NS_PER_MS / numel,
+        overhead_ms=fixed_ms + handed_over_ms,
+        moments=1.0,
+        rounds=max(1, round(statistics.mean(one.rounds for one in times) / n_buckets)),
+        room=needs_room(dry.compressor),
+    )
+
+
+def _steps(
+    gradients: Buckets | Sequence[Buckets], moments: Buckets | Sequence[Buckets] | None
+) -> list[tuple[Buckets, Buckets]]:
+    several = [[one] if isinstance(one, Tensor) else list(one) for one in gradients]
+    alike = isinstance(gradients[0], Tensor)
+    every: list[list[Tensor]] = [[one for (one,) in several]] if alike else several
+    if moments is None:
+        squares: list[list[Tensor]] = [[grad.square() / 4 for grad in step] for step in every]
+    elif alike:
+        squares = [list(moments)]  # type: ignore[arg-type]
+    else:
+        squares = [list(step) for step in moments]
+    if len(every) == 1:
+        every, squares = [every[0], [-grad for grad in every[0]]], [squares[0], squares[0]]
+    return list(zip(every, squares, strict=True))
+
+
+def usual(times: Iterable[float]) -> float:
+    """The mean without the longest, which may have waited for anything."""
+    ascending = sorted(times)
+    return statistics.mean(ascending[:-1] or ascending)
+
+
+def hand_over_ms(repeats: int) -> float:
+    """From one thread to another and back, as to the courier."""
+    took = []
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(1 + repeats):
+            begin, done = time.perf_counter(), Event()
+            pool.submit(done.set)
+            done.wait()
+            took.append(1e3 * (time.perf_counter() - begin))
+    return usual(took[1:])
+
+
+@dataclass
+class Dry:
+    """One worker's part of every exchange, step after step; nothing is sent."""
+
+    compressor: Any
+    layouts: Sequence[Layout]
+    world_size: int
+    device: torch.device
+    largest: Callable[[list[int]], list[int]] = list  # of counts, over all workers: room is for the one that sends most
+    number: int = 0
+    states: list[Any] = field(init=False)
+    capacity: Capacity = field(init=False)
+    times: list[_Times] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stateless = isinstance(self.compressor, Sum)
+        self.states = [None if stateless else self.compressor.init(layout, self.device) for layout in self.layouts]
+        numels = {slot.name: slot.numel for layout in self.layouts for slot in layout}
+        n_bytes = WORD_BYTES * sum(numels.values())
+        self.capacity = Capacity(n_bytes, self.world_size, numels, most_buckets(n_bytes))
+
+    @property
+    def kind(self) -> str:
+        if isinstance(self.compressor, Sum):
+            return "sum"
+        return "rounds" if isinstance(self.compressor, Rounds) else "gather"
+
+    @property
+    def n_messages(self) -> int:
+        """That are decoded together."""
+        return min(self.world_size, MESSAGES) if self.kind == "gather" else 1
+
+    def step(self, gradients: Buckets, moments: Buckets) -> None:
+        """A flat float32 tensor a bucket; they are not changed."""
+        run = {"sum": self._cast, "rounds": self._converse, "gather": self._gather}[self.kind]
+        room = needs_room(self.compressor)
+        plan = self.capacity.plan(self.compressor.words, asked(self.compressor)[0]) if room else Plan(dense=False)
+        self.times.append(_Times(dense=plan.dense))
+        for layout, state, gradient, moment in zip(self.layouts, self.states, gradients, moments, strict=True):
+            rooms = self.capacity.of(layout, plan) if room else ()
+            context = Context(layout, self.number, rooms, None, self.world_size, plan.dense, density=plan.density)
+            run(gradient.clone(), moment, state, context, self.times[-1])
+        if room:
+            self.capacity.end_step(plan)
+        self.number += 1
+
+    def cost(self, last: int) -> Cost:
+        """From the last steps, so many."""
+        tiny = Dry(self.compressor, [Layout.of([("tiny", (TINY,))])], self.world_size, self.device)
+        noise = [torch.linspace(-1, 1, TINY, device=self.device)]
+        for _ in range(SETTLE + last):
+            tiny.step(noise, noise)
+        alone_ms = usual(times.encode for times in tiny.times[-last:])
+        handed_over_ms = 0.0 if self.kind == "sum" else hand_over_ms(last)
+        return _cost(self, self.times[-last:], alone_ms, handed_over_ms)
+
+    def _gather(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times) -> None:
+        begin = self._now()
+        message = self.compressor.encode(grad, moment, state, context)
+        whole = self.compressor.waiting(state, context) if context.dense else None
+        times.encode += self._now() - begin
+        out = torch.empty_like(grad)
+        for n_messages, name in ((1, "decode_one"), (self.n_messages, "decode")):
+            messages = message.data.expand(n_messages, -1).contiguous()
+            begin = self._now()
+            arrival = self.compressor.decode(messages, out, replace(context, world_size=n_messages))
+            setattr(times, name, getattr(times, name) + self._now() - begin)
+        times.rounds += 1
+        times.n_bytes += message.data.numel() * WORD_BYTES
+        if whole is not None:
+            times.n_bytes += whole.numel() * WORD_BYTES
+            self.compressor.clear(state, context)
+        if arrival.passed is not None and needs_room(self.compressor):
+            self.capacity.note(context.layout, self.largest(arrival.passed.tolist()))
+
+    def _converse(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times) -> None:
+        begin = self._now()
+        talk = self.compressor.rounds(grad, state, context)
+        said = said_by(talk, None)
+        times.encode += self._now() - begin
+        while isinstance(said, Tensor):
+            times.rounds += 1
+            times.n_bytes += said.numel() * said.element_size()
+            total = said.mul_(self.world_size)
+            begin = self._now()
+            said = said_by(talk, total)
+            times.decode += self._now() - begin
+
+    def _cast(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times) -> None:
+        begin = self._now()
+        grad.mul_(1 / self.world_size)
+        tensor = grad.to(self.compressor.wire_dtype(grad.dtype))
+        times.encode += self._now() - begin
+        begin = self._now()
+        if tensor is not grad:
+            grad.copy_(tensor)
+        times.decode += self._now() - begin
+        times.rounds += 1
+        times.n_bytes += tensor.numel() * tensor.element_size()
+
+    def _now(self) -> float:
+        """ms, when the device has done all it was asked for."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return 1e3 * time.perf_counter()

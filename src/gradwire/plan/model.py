@@ -1,0 +1,226 @@
+"""The cost model: how long a step takes, from the link, the model's own times and what a method costs. Pure Python.
+
+W workers, S bytes of a bucket that one worker hands over, all on a ring: an all-reduce brings 2 (W-1)/W S over every
+link in 2 (W-1) hops, an all-gather (W-1) S in W-1 hops. What overlaps and what does not is in `predict`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+
+FLOAT_BYTES = 4
+NS_PER_MS = 1e6
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between the workers; every worker has one of this rate, in each direction."""
+
+    workers: int
+    mbit: float  # Mbit/s of TCP's payload; math.inf: no limit
+    latency_ms: float  # of one hop of a ring: a small collective takes W - 1 of it (gather) or 2 (W - 1) (sum)
+    gather: float = 1.0  # the rate that all-gathers reach, as a share of `mbit`, which is that of all-reduces
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"a network has at least 1 worker, not {self.workers}")
+        if not self.mbit > 0:
+            raise ValueError(f"a link's rate must be more than 0 Mbit/s, not {self.mbit}")
+        if not 0 <= self.latency_ms < math.inf:
+            raise ValueError(f"a link's latency must be 0 ms or more, not {self.latency_ms}")
+        if not 0 < self.gather < math.inf:
+            raise ValueError(f"the share of an all-gather must be more than 0, not {self.gather}")
+
+    def transfer_ms(self, n_bytes: float, gather: bool) -> float:
+        """How long so many bytes keep a link busy."""
+        return n_bytes * 8 / (self.mbit * (self.gather if gather else 1.0)) / 1e3
+
+    def on_link(self, n_bytes: float, gather: bool) -> float:
+        """Bytes that pass each link when every worker hands so many to one collective."""
+        return (self.workers - 1) * n_bytes * (1.0 if gather else 2 / self.workers)
+
+    def hops_ms(self, gather: bool) -> float:
+        """What one collective takes beside its bytes."""
+        return (self.workers - 1) * self.latency_ms * (1 if gather else 2)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A step without any exchange."""
+
+    buckets: tuple[int, ...]  # elements, in the order in which they become ready
+    forward_ms: float  # everything before the backward: data, forward
+    backward_ms: float  # plain, without second moments
+    after_ms: float  # optimizer and whatever follows
+    ready: tuple[float, ...] = ()  # when each bucket is ready, as a share of the backward; (): evenly by elements
+    beside: float = 1.0  # the share of the courier's work that costs the backward nothing; 0: it takes the same cores
+
+    def __post_init__(self) -> None:
+        if not self.buckets or min(self.buckets) < 1:
+            raise ValueError(f"a step has buckets of at least 1 element, not {self.buckets}")
+        if self.ready and len(self.ready) != len(self.buckets):
+            raise ValueError(f"{len(self.buckets)} buckets, but times for {len(self.ready)}")
+        if not min(self.forward_ms, self.backward_ms, self.after_ms) >= 0:
+            raise ValueError(f"the times of a step must be 0 ms or more: {self}")
+
+    @property
+    def numel(self) -> int:
+        return sum(self.buckets)
+
+    @property
+    def compute_ms(self) -> float:
+        """A step of one worker alone."""
+        return self.forward_ms + self.backward_ms + self.after_ms
+
+    def shares(self) -> tuple[float, ...]:
+        """When each bucket is ready, as a share of the backward."""
+        return self.ready or tuple(done / self.numel for done in accumulate(self.buckets))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one method on this machine, for this model."""
+
+    spec: str
+    kind: str  # "sum" (one all-reduce), "gather" (all-gather of messages), "rounds" (several sums)
+    bytes_per_element: float  # that one worker hands to the collective(s), mean of a step, padding included
+    head_bytes: float  # a bucket
+    encode_ns: float  # an element
+    decode_ns: float  # an element, whatever W is
+    decode_message_ns: float  # an element of the gradient and message: times W (for "gather")
+    overhead_ms: float  # a bucket: Python, launches, hand-over to the courier
+    moments: float  # factor on forward + backward where second moments are made, 1.0 where not
+    rounds: int = 1  # collectives a bucket, one after another
+    room: bool = False  # its messages never take longer than an all-reduce of float32: see capacity.py
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("sum", "gather", "rounds"):
+            raise ValueError(f"a method is of kind sum, gather or rounds, not {self.kind!r}")
+
+    def handed_over(self, numel: float) -> float:
+        """Bytes of one bucket that one worker gives to its collectives."""
+        return self.bytes_per_element * numel + self.head_bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step."""
+
+    step_ms: float
+    exchange_ms: float  # first bucket ready to last future
+    wire_ms: float  # the link is busy
+    bytes_on_link: float  # a worker's, up, a step
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one bucket costs: work before and after its collectives, and the link between them."""
+
+    before_ms: float
+    after_ms: float
+    transfer_ms: float
+    hops_ms: float
+    n_bytes: float  # on the link
+
+    @property
+    def link_ms(self) -> float:
+        """Until the next collective may begin: eight tiny sums at once take Gloo eight times as long as one."""
+        return self.transfer_ms + self.hops_ms
+
+
+def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
+    """One bucket of so many elements."""
+    gather = cost.kind == "gather"
+    n_bytes = network.on_link(cost.handed_over(numel), gather)
+    part = 1.0  # of what the method would send: the rest waits in its residual, or all of it goes as a dense step
+    if cost.room:
+        limit = network.on_link(FLOAT_BYTES * numel, gather=False)
+        part = min(1.0, limit / n_bytes) if n_bytes else 1.0
+    decode_ns = cost.decode_ns + (cost.decode_message_ns * network.workers * part if gather else 0.0)
+    return Piece(
+        before_ms=cost.overhead_ms + cost.encode_ns * numel / NS_PER_MS,
+        after_ms=decode_ns * numel / NS_PER_MS,
+        transfer_ms=network.transfer_ms(n_bytes * part, gather),
+        hops_ms=cost.rounds * network.hops_ms(gather) + (network.hops_ms(False) if part < 1 else 0.0),
+        n_bytes=n_bytes * part,
+    )
+
+
+def predict(work: Work, network: Network, cost: Cost) -> Prediction:
+    """One step, event by event: the backward makes buckets ready, and each is encoded, carried and decoded.
+
+    - A bucket is ready at its share of the backward. Second moments make forward and backward longer.
+    - One link carries the collectives one after another, in order.
+    - "gather", "rounds": the courier, one thread, encodes a ready bucket before it waits for one that was sent.
+      The part of its work that is not `beside` the backward holds the backward up.
+    - "sum": encoding is work of the backward's own thread, and the courier is not used.
+    - All futures resolve together; then comes what is after the backward.
+    """
+    kinds = {numel: piece_of(numel, network, cost) for numel in set(work.buckets)}
+    pieces = [kinds[numel] for numel in work.buckets]
+    begin, backward_ms = work.forward_ms * cost.moments, work.backward_ms * cost.moments
+    backward = _Backward([begin + share * backward_ms for share in work.shares()], begin + backward_ms)
+    first = backward.ready[0]
+    if cost.kind == "sum":
+        last = _summed(pieces, backward)
+    else:
+        last = _carried(pieces, backward, cost.kind == "gather", 1 - work.beside)
+    return Prediction(
+        step_ms=max(backward.end, last) + work.after_ms,
+        exchange_ms=last - first,
+        wire_ms=sum(piece.link_ms for piece in pieces),
+        bytes_on_link=sum(piece.n_bytes for piece in pieces),
+    )
+
+
+@dataclass
+class _Backward:
+    """When its buckets are ready and when it ends; other work on its cores moves all that is still to come."""
+
+    ready: list[float]
+    end: float
+
+    def hold_up(self, since: float, by: float) -> None:
+        if by == 0:
+            return
+        self.ready = [at + by if at > since else at for at in self.ready]
+        self.end += by if self.end > since else 0.0
+
+
+def _summed(pieces: list[Piece], backward: _Backward) -> float:
+    """When the last sum is there. The collective's own thread does what is done with it."""
+    held_up = free = last = 0.0
+    for piece, ready in zip(pieces, backward.ready, strict=True):
+        held_up += piece.before_ms
+        free = max(free, ready + held_up) + piece.link_ms
+        last = max(last, free + piece.after_ms)
+    backward.end += held_up
+    return last
+
+
+def _carried(pieces: list[Piece], backward: _Backward, gather: bool, taken: float) -> float:
+    """When the courier has decoded the last bucket. Its queue holds buckets to send and buckets to receive.
+
+    taken: the share of its work that the backward loses.
+    """
+    now = free = 0.0
+    sent: list[tuple[float, float]] = []  # (put into the queue at, arrives at)
+    received = 0
+    while received < len(pieces):
+        number = len(sent)
+        queued = sent[received][0] if received < number else math.inf
+        if number < len(pieces) and backward.ready[number] <= queued:
+            start = max(now, backward.ready[number])
+            backward.hold_up(start, taken * pieces[number].before_ms)
+            now = start + pieces[number].before_ms
+            free = max(free, now) + pieces[number].link_ms
+            # the sums of a bucket run from beginning to end, as if they had stood in the queue before all others
+            sent.append((now if gather else -math.inf, free))
+            continue
+        start = max(now, sent[received][1])
+        backward.hold_up(start, taken * pieces[received].after_ms)
+        now = start + pieces[received].after_ms
+        received += 1
+    return now

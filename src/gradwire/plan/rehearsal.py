@@ -1,0 +1,184 @@
+"""Some steps of a real training without any exchange: their times, DDP's buckets, and every method on their gradients.
+
+1. Plain steps: forward, backward, after. DDP hands every bucket to a hook that gives it back at once.
+2. Recorded steps, if a method needs second moments: what they cost, and gradients with real moments. After each step
+   all methods encode and decode its gradients (costs.py), bucket by bucket.
+All workers do this at the same time, so that what they share (cores, memory) is shared as in a training. They do not
+wait for each other, and means count: where processes take turns on a core, most steps are short and a few wait.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.compressors import Compressor
+from gradwire.layout import Layout
+from gradwire.moments import Recorder
+from gradwire.plan.costs import Dry, usual
+from gradwire.plan.model import Cost, Work
+from gradwire.train import optimizers, sharding
+from gradwire.train.settings import Plan
+from gradwire.train.team import Team
+
+WARM = 3  # steps: DDP has its final buckets from the second on
+PLAIN_STEPS, PLAIN_S = 20, 5.0
+DRY_STEPS, DRY_S = 60, 12.0  # a method that holds back comes to rest slowly
+LAST = 20  # dry steps that count
+LOOK = 5  # steps between two looks at the clock, which all workers take together
+Progress = Callable[[str, int, int], None]  # (what, step, of so many)
+
+
+@dataclass
+class Moment:
+    """One step as it went, in ms."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    after: float = 0.0
+    ready: tuple[float, ...] = ()  # since the backward began
+
+
+class Rehearsal:
+    """One worker's model, data and clock."""
+
+    def __init__(self, plan: Plan, team: Team, progress: Progress) -> None:
+        self.plan, self.team, self.progress = plan, team, progress
+        torch.manual_seed(plan.seed)
+        model = plan.task.make_model().to(team.device)
+        gpu = [team.device.index] if team.device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(model, device_ids=gpu)
+        self.names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        rate = plan.schedule.at(0, team.world)
+        self.optimizer = optimizers.make(plan.optimizer, model.parameters(), rate, plan.weight_decay)
+        self.recorder: Recorder | None = None
+        self.layouts: list[Layout] = []
+        self.buffers: list[Tensor] = []
+        self.ready: list[float] = []
+        self.samples = self._samples()
+        self.ddp.register_comm_hook(self, take)
+
+    def _samples(self) -> Iterator[Tensor]:
+        plan, team = self.plan, self.team
+        for epoch in count():
+            order = sharding.epoch_order(plan.task.samples, plan.seed, epoch)
+            yield from sharding.batches(order, team.rank, team.world, plan.batch)
+
+    def step(self) -> Moment:
+        """One step of the training of this worker alone."""
+        self.layouts, self.buffers, self.ready = [], [], []
+        begin = self._now()
+        inputs, targets = (tensor.to(self.team.device) for tensor in self.plan.task.batch(next(self.samples)))
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.plan.task.loss(self.ddp(inputs), targets)
+        forward = self._now()
+        loss.backward()  # type: ignore[no-untyped-call]
+        backward = self._now()
+        self.optimizer.step()
+        after = self._now()
+        ready = tuple(at - forward for at in self.ready)
+        return Moment(forward - begin, backward - forward, after - backward, ready)
+
+    def several(self, what: str, most: int, most_s: float, each: Callable[[], None] = lambda: None) -> list[Moment]:
+        """Steps after some to warm up, until there are enough or a worker has had its time."""
+        moments = []
+        self.team.barrier()
+        begin = time.perf_counter()
+        for number in range(WARM + most):
+            moments.append(self.step())
+            each()
+            self.progress(what, number + 1, WARM + most)
+            if number > WARM and number % LOOK == 0:
+                late = torch.tensor([float(time.perf_counter() - begin > most_s)], device=self.team.device)
+                if bool(self.team.sum(late) > 0):
+                    break
+        return moments[WARM:]
+
+    def rehearse(self, methods: Sequence[tuple[str, Compressor]]) -> tuple[Work, list[Cost]]:
+        """All that is measured; the same on every worker."""
+        plain = self.several("plain steps", PLAIN_STEPS, PLAIN_S)
+        work = self._work(plain)
+        if any(method.needs_moments for _, method in methods):
+            self.recorder = Recorder(self.ddp, self.parameters)
+        world, device = self.team.world, self.team.device
+        dry = {spec: Dry(method, self.layouts, world, device, self._largest) for spec, method in methods}
+        recorded = self.several("dry run", DRY_STEPS, DRY_S, lambda: self._send(list(dry.values())))
+        if self.recorder is not None:
+            self.recorder.remove()
+        factor = self._slowest(recorded) / self._slowest(plain) if self.recorder is not None else 1.0
+        costs = []
+        for spec, method in methods:
+            own = dry[spec].cost(LAST)
+            costs.append(
+                replace(self._agreed(own), spec=spec, moments=max(1.0, factor) if method.needs_moments else 1.0)
+            )
+        return work, costs
+
+    def _send(self, methods: Sequence[Dry]) -> None:
+        """This step's gradients through every method."""
+        moments = [torch.ones_like(buffer) for buffer in self.buffers]
+        if self.recorder is not None:
+            for layout, moment in zip(self.layouts, moments, strict=True):
+                for slot in layout:
+                    slot.of(moment).copy_(self.recorder.moment(slot.name).flatten())
+        for method in methods:
+            method.step(self.buffers, moments)
+
+    def _work(self, moments: Sequence[Moment]) -> Work:
+        """Of the worker that the others wait for."""
+        names = ("forward", "backward", "after")
+        own = [usual(getattr(one, name) for one in moments) for name in names]
+        kept = [one for one in moments if len(one.ready) == len(self.layouts)]
+        shares = [
+            min(1.0, statistics.median(one.ready[number] / one.backward for one in kept))
+            for number in range(len(self.layouts))
+        ]
+        rows = self.team.gather(torch.tensor([*own, *shares], dtype=torch.float64)).tolist()
+        forward, backward, after, *ready = max(rows, key=lambda row: sum(row[:3]))
+        beside = 1.0 if self.team.device.type == "cuda" else 0.0  # on a CPU the courier needs the backward's cores
+        buckets = tuple(layout.numel for layout in self.layouts)
+        return Work(buckets, forward, backward, after, tuple(ready), beside)
+
+    def _slowest(self, moments: Sequence[Moment]) -> float:
+        """Forward + backward in ms."""
+        own = usual(one.forward + one.backward for one in moments)
+        return float(self.team.gather(torch.tensor([own], dtype=torch.float64)).max())
+
+    def _largest(self, counts: list[int]) -> list[int]:
+        """Of all workers; so the messages are as long as in a training."""
+        return [int(count) for count in self.team.gather(torch.tensor(counts)).amax(0).tolist()]
+
+    def _agreed(self, cost: Cost) -> Cost:
+        """The median of all workers, number by number."""
+        names = ("bytes_per_element", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms")
+        rows = self.team.gather(torch.tensor([getattr(cost, name) for name in names], dtype=torch.float64))
+        columns = rows.T.tolist()
+        return replace(cost, **{name: statistics.median(column) for name, column in zip(names, columns, strict=True)})
+
+    def _now(self) -> float:
+        self.team.synchronize()
+        return 1e3 * time.perf_counter()
+
+
+def take(rehearsal: Rehearsal, bucket: GradBucket) -> Future[Tensor]:
+    """DDP's hook: notes when the bucket came and what is in it, and sends nothing."""
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    layout = Layout.of((rehearsal.names[id(parameter)], parameter.shape) for parameter in parameters)
+    if rehearsal.recorder is not None:
+        for slot in layout:
+            rehearsal.recorder.consume(slot.name, slot.of(buffer))
+    rehearsal.ready.append(1e3 * time.perf_counter())
+    rehearsal.layouts.append(layout)
+    rehearsal.buffers.append(buffer.detach().float().clone())
+    done: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
+    done.set_result(buffer)
+    return done

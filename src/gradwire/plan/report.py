@@ -1,0 +1,127 @@
+"""What a plan says: a table, a verdict in words, and the same as a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from gradwire.plan.choose import Verdict, describe, pays_below
+from gradwire.plan.model import NS_PER_MS, Cost, Network, Work
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was measured or given, and what follows from it."""
+
+    title: str
+    work: Work
+    network: Network
+    costs: Sequence[Cost]
+    verdict: Verdict
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One a method."""
+        best = self.best_cast()
+        rows = []
+        for cost in self.costs:
+            found = self.verdict.predictions[cost.spec]
+            encode_ms, decode_ms = times_of(cost, self.work, self.network)
+            row = {
+                "method": cost.spec,
+                "bytes_a_step": sum(cost.handed_over(numel) for numel in self.work.buckets),
+                "encode_ms": encode_ms,
+                "decode_ms": decode_ms,
+                "exchange_ms": found.exchange_ms,
+                "step_ms": found.step_ms,
+                "against_best": found.step_ms / self.verdict.predictions[best.spec].step_ms - 1,
+                "faster_below_mbit": None if cost is best else pays_below(self.work, self.network, cost, best),
+                "bytes_on_link": found.bytes_on_link,
+                "wire_ms": found.wire_ms,
+                "chosen": cost.spec == self.verdict.chosen,
+            }
+            rows.append(row)
+        return rows
+
+    def best_cast(self) -> Cost:
+        """The fastest of dense and bf16; of all, where they were not asked for."""
+        casts = [cost for cost in self.costs if cost.kind == "sum"] or list(self.costs)
+        return min(casts, key=lambda cost: self.verdict.predictions[cost.spec].step_ms)
+
+    def table(self) -> Table:
+        """One row a method; the chosen one is bold."""
+        best, work, network = self.best_cast(), self.work, self.network
+        buckets = f"{len(work.buckets)} bucket{'s' if len(work.buckets) != 1 else ''}"
+        shown = Table(
+            title=f"{self.title}: {work.numel:,} parameters in {buckets}; {describe(network)}, "
+            f"{network.latency_ms:.3g} ms a hop",
+            title_justify="left",
+            caption=f"Times in ms. A step alone: forward {short(work.forward_ms)}, backward {short(work.backward_ms)}, "
+            f"after it {short(work.after_ms)}. Sent: by one worker, to the collectives. Exchange: from the first "
+            "bucket ready to the last one back, beside the backward as far as it goes.",
+            caption_justify="left",
+        )
+        shown.add_column("method", overflow="fold")
+        for name in ("kB sent", "encode", "decode", "exchange", "step", f"to {best.spec}", "faster below"):
+            shown.add_column(name, justify="right")
+        for row in self.rows():
+            against = "-" if row["method"] == best.spec else f"{100 * row['against_best']:+.1f} %"
+            numbers = (short(row[name]) for name in ("encode_ms", "decode_ms", "exchange_ms", "step_ms"))
+            kilobytes, below = short(row["bytes_a_step"] / 1e3), rate(row["faster_below_mbit"])
+            style = "bold" if row["chosen"] else None
+            shown.add_row(row["method"], kilobytes, *numbers, against, below, style=style)
+        return shown
+
+    def write_json(self, path: Path) -> None:
+        """Everything, so that the plan can be checked later."""
+        found = {
+            "title": self.title,
+            "verdict": {"chosen": self.verdict.chosen, "words": self.verdict.words},
+            "network": asdict(self.network),
+            "work": asdict(self.work),
+            "costs": [asdict(cost) for cost in self.costs],
+            "predictions": self.rows(),
+        }
+        path.write_text(json.dumps(_finite(found), indent=1) + "\n", encoding="utf-8")
+
+    def write_csv(self, path: Path) -> None:
+        """A row a method."""
+        rows = self.rows()
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def times_of(cost: Cost, work: Work, network: Network) -> tuple[float, float]:
+    """Encode and decode of a step, in ms."""
+    messages = network.workers if cost.kind == "gather" else 0
+    encode_ms = cost.overhead_ms * len(work.buckets) + cost.encode_ns * work.numel / NS_PER_MS
+    return encode_ms, (cost.decode_ns + cost.decode_message_ns * messages) * work.numel / NS_PER_MS
+
+
+def short(number: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+
+
+def rate(mbit: float | None) -> str:
+    """A break-even in words."""
+    if mbit is None:
+        return "-"
+    return "any rate" if math.isinf(mbit) else f"{short(mbit)} Mbit/s"
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

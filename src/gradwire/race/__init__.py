@@ -1,0 +1,6 @@
+"""Time to accuracy over shaped links, and the replay of byte counts over them: `gradwire race` and `gradwire replay`.
+
+methods (what may race)  ->  contest (which runs there are)  ->  runner: one lab a run, watched through events
+contestant is where a host of a race begins; tables, files, plot: what is shown and kept
+trace (bytes of a run)  ->  replay (which steps)  ->  player, where a host of a replay begins
+"""
