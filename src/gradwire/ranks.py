@@ -15,6 +15,7 @@ from gradwire.capacity import Capacity, Plan, most_buckets
 from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds, Sum, needs_room, tensors
 from gradwire.compressors.fixed import Body
 from gradwire.compressors.held import everything
+from gradwire.errors import AttachError
 from gradwire.layout import Layout
 from gradwire.repeated import FIRST, Repeated, converse, repeats
 from gradwire.stats import Meter
@@ -83,7 +84,7 @@ class Ranks:
         if not self.planned:
             return
         if asked(compressor)[1] is not None:
-            raise ValueError(
+            raise AttachError(
                 f"budget={compressor.budget!r}: workers in one process have no link and their steps no time of their "
                 "own, so a rate means nothing: give max_bytes_per_step"
             )

@@ -70,3 +70,9 @@ def test_devices_are_shared_out_one_a_worker(monkeypatch: pytest.MonkeyPatch) ->
     assert str(choose_device("cpu", 0, 1)) == "cpu"
     with pytest.raises(InputError, match="3 workers on this machine need a GPU each, there are 2"):
         choose_device("cuda", 0, 3)
+
+
+def test_a_budget_below_the_least_message_is_refused_before_anything_starts():
+    with pytest.raises(InputError, match=r"max_bytes_per_step=10 is too little .* at least 160 bytes"):
+        check(Settings(compressor="vgc:max_bytes_per_step=10"))
+    check(Settings(compressor="vgc:max_bytes_per_step=160"))

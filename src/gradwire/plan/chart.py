@@ -55,9 +55,9 @@ def draw(report: Report, path: Path) -> None:
 
 
 def with_workers(network: Network, workers: int) -> Network:
-    """More of the same. What all-gathers reach between two, over one connection for both ways, is theirs alone."""
-    gather = network.gather if (workers == 2) == (network.workers == 2) else 1.0
-    return replace(network, workers=workers, gather=gather)
+    """More of the same. What collectives reach between two, over one connection for both ways, is theirs alone."""
+    curve = network.curve if (workers == 2) == (network.workers == 2) else ()
+    return replace(network, workers=workers, curve=curve)
 
 
 def panel(axes: Axes, report: Report, places: Sequence[float], networks: Sequence[Network], now: float) -> None:

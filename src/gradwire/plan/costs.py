@@ -159,8 +159,8 @@ class Dry:
         """That are decoded together."""
         return min(self.world_size, MESSAGES) if self.kind == "gather" else 1
 
-    def step(self, gradients: Buckets, moments: Buckets) -> None:
-        """A flat float32 tensor a bucket; they are not changed."""
+    def step(self, gradients: Buckets, moments: Buckets, lean: bool = False) -> None:
+        """A flat float32 tensor a bucket; they are not changed. lean: nothing that a training would not do."""
         run = {"sum": self._cast, "rounds": self._converse, "gather": self._gather}[self.kind]
         room = needs_room(self.compressor)
         plan = self.capacity.plan(self.compressor.words, asked(self.compressor)[0]) if room else Plan(dense=False)
@@ -168,7 +168,7 @@ class Dry:
         for layout, state, gradient, moment in zip(self.layouts, self.states, gradients, moments, strict=True):
             rooms = self.capacity.of(layout, plan) if room else ()
             context = Context(layout, self.number, rooms, None, self.world_size, plan.dense, density=plan.density)
-            run(gradient.clone(), moment, state, context, self.times[-1])
+            run(gradient.clone(), moment, state, context, self.times[-1], lean)
         if room:
             self.capacity.end_step(plan)
         self.number += 1
@@ -183,13 +183,13 @@ class Dry:
         handed_over_ms = 0.0 if self.kind == "sum" else hand_over_ms(last)
         return _cost(self, self.times[-last:], alone_ms, handed_over_ms)
 
-    def _gather(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times) -> None:
+    def _gather(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:
         begin = self._now()
         message = self.compressor.encode(grad, moment, state, context)
         whole = self.compressor.waiting(state, context) if context.dense else None
         times.encode += self._now() - begin
         out = torch.empty_like(grad)
-        for n_messages, name in ((1, "decode_one"), (self.n_messages, "decode")):
+        for n_messages, name in ((1, "decode_one"), (self.n_messages, "decode"))[lean:]:
             messages = message.data.expand(n_messages, -1).contiguous()
             begin = self._now()
             arrival = self.compressor.decode(messages, out, replace(context, world_size=n_messages))
@@ -202,7 +202,7 @@ class Dry:
         if arrival.passed is not None and needs_room(self.compressor):
             self.capacity.note(context.layout, self.largest(arrival.passed.tolist()))
 
-    def _converse(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times) -> None:
+    def _converse(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:
         begin = self._now()
         talk = self.compressor.rounds(grad, state, context)
         said = said_by(talk, None)
@@ -215,7 +215,7 @@ class Dry:
             said = said_by(talk, total)
             times.decode += self._now() - begin
 
-    def _cast(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times) -> None:
+    def _cast(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:
         begin = self._now()
         grad.mul_(1 / self.world_size)
         tensor = grad.to(self.compressor.wire_dtype(grad.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 FLOAT_BYTES = 4
 NS_PER_MS = 1e6
@@ -21,7 +21,9 @@ class Network:
     workers: int
     mbit: float  # Mbit/s of TCP's payload; math.inf: no limit
     latency_ms: float  # of one hop of a ring: a small collective takes W - 1 of it (gather) or 2 (W - 1) (sum)
-    gather: float = 1.0  # the rate that all-gathers reach, as a share of `mbit`, which is that of all-reduces
+    # What collectives of some sizes took, by a probe: (bytes on the link, of all-reduces, of all-gathers), as a share
+    # of what the two numbers above come to. Between them it is interpolated.
+    curve: tuple[tuple[float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -30,12 +32,27 @@ class Network:
             raise ValueError(f"a link's rate must be more than 0 Mbit/s, not {self.mbit}")
         if not 0 <= self.latency_ms < math.inf:
             raise ValueError(f"a link's latency must be 0 ms or more, not {self.latency_ms}")
-        if not 0 < self.gather < math.inf:
-            raise ValueError(f"the share of an all-gather must be more than 0, not {self.gather}")
+        if any(not min(point) > 0 for point in self.curve):
+            raise ValueError(f"the sizes and shares of a curve must be more than 0: {self.curve}")
 
-    def transfer_ms(self, n_bytes: float, gather: bool) -> float:
+    def transfer_ms(self, n_bytes: float) -> float:
         """How long so many bytes keep a link busy."""
-        return n_bytes * 8 / (self.mbit * (self.gather if gather else 1.0)) / 1e3
+        return n_bytes * 8 / self.mbit / 1e3
+
+    def collective_ms(self, n_bytes: float, gather: bool) -> float:
+        """One collective that brings so many bytes over every link."""
+        return (self.transfer_ms(n_bytes) + self.hops_ms(gather)) * self._share(n_bytes, gather)
+
+    def _share(self, n_bytes: float, gather: bool) -> float:
+        """Straight lines between the points of the curve, all on a logarithmic scale; level beyond its ends."""
+        if not self.curve or n_bytes <= 0:
+            return 1.0
+        points = [(math.log(point[0]), math.log(point[2 if gather else 1])) for point in self.curve]
+        place = min(max(math.log(n_bytes), points[0][0]), points[-1][0])
+        for (left, low), (right, high) in pairwise(points):
+            if place <= right:
+                return math.exp(low + (high - low) * (place - left) / (right - left))
+        return math.exp(points[-1][1])
 
     def on_link(self, n_bytes: float, gather: bool) -> float:
         """Bytes that pass each link when every worker hands so many to one collective."""
@@ -121,7 +138,7 @@ class Piece:
     before_ms: float
     after_ms: float
     transfer_ms: float
-    hops_ms: float
+    hops_ms: float  # all that the link takes beside the bytes
     n_bytes: float  # on the link
 
     @property
@@ -138,13 +155,17 @@ def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
     if cost.room:
         limit = network.on_link(FLOAT_BYTES * numel, gather=False)
         part = min(1.0, limit / n_bytes) if n_bytes else 1.0
+    n_bytes *= part
+    link_ms = cost.rounds * network.collective_ms(n_bytes / cost.rounds, gather)
+    link_ms += network.hops_ms(False) if part < 1 else 0.0  # of the sum of a dense step
+    transfer_ms = min(link_ms, network.transfer_ms(n_bytes))
     decode_ns = cost.decode_ns + (cost.decode_message_ns * network.workers * part if gather else 0.0)
     return Piece(
         before_ms=cost.overhead_ms + cost.encode_ns * numel / NS_PER_MS,
         after_ms=decode_ns * numel / NS_PER_MS,
-        transfer_ms=network.transfer_ms(n_bytes * part, gather),
-        hops_ms=cost.rounds * network.hops_ms(gather) + (network.hops_ms(False) if part < 1 else 0.0),
-        n_bytes=n_bytes * part,
+        transfer_ms=transfer_ms,
+        hops_ms=link_ms - transfer_ms,
+        n_bytes=n_bytes,
     )
 
 

@@ -1,122 +1,113 @@
-"""Measures the links between the workers: small collectives for the latency, growing ones for the rate."""
+"""Measures the links between the workers: collectives of growing sizes, of both kinds.
+
+All times are the slowest rank's, by a maximum over the ranks. So all ranks hold the same numbers, bit for bit, and what
+follows from them is the same everywhere.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from gradwire.exchange import all_gather
 from gradwire.plan.model import FLOAT_BYTES, Network
 
-SMALL = 64  # elements that every hop of a small sum carries: fewer would leave hops out
-SMALL_TURNS, SMALL_S = 9, 0.3  # of each kind; so long at most
-FIRST, GROWTH, LARGEST = 16_384, 4, 16 << 20  # bytes on the link
-LONG_MS = 100.0  # a transfer that takes so long says what the link can do; a burst and the hops are little of it
-TURNS = 3
+FIRST, GROWTH, LARGEST = 1 << 10, 4, 16 << 20  # bytes on the link
+LONG_MS = 100.0  # a transfer that takes so long says what the link can do: a burst and the hops are little of it
+BULK = 1 << 16  # bytes from which a transfer counts for the rate
+FEWEST, MOST, ENOUGH_MS = 3, 9, 50.0  # turns of a size: as many as take so long
 
-
-@dataclass
-class _Ring:
-    """Collectives of one kind, timed; whether to go on is decided from a time that all ranks know."""
-
-    group: dist.ProcessGroup
-    device: torch.device
-    gather: bool
-    deadline: float  # of this rank's clock
-    empty: Network = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.empty = Network(dist.get_world_size(self.group), math.inf, 0.0)
-
-    def time_ms(self, n_bytes: int) -> float:
-        """One collective that brings about so many bytes over every link; the slowest rank's time."""
-        numel = max(1, round(n_bytes / self.empty.on_link(FLOAT_BYTES, self.gather)))
-        own = torch.zeros(numel, device=self.device)
-        out = torch.empty(self.empty.workers * numel if self.gather else 0, device=self.device)
-        self.shared(0.0)  # all begin together
-        begin = time.perf_counter()
-        if self.gather:
-            all_gather(out, own, group=self.group)
-        else:
-            dist.all_reduce(own, group=self.group)
-        self._synchronize()
-        return self.shared(1e3 * (time.perf_counter() - begin))
-
-    def shared(self, number: float) -> float:
-        """The largest over the ranks."""
-        told = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        return float(told)
-
-    def late(self, next_ms: float = 0.0) -> bool:
-        """Whether any rank has no time left for so much more."""
-        return self.shared(time.perf_counter() + next_ms / 1e3 - self.deadline) > 0
-
-    def latency_ms(self) -> float:
-        """Of one hop."""
-        n_bytes = round(self.empty.on_link(SMALL * self.empty.workers * FLOAT_BYTES, gather=False))
-        n_bytes = SMALL * FLOAT_BYTES * (self.empty.workers - 1) if self.gather else n_bytes
-        first = self.time_ms(n_bytes)  # connections are made when they are first used
-        turns = min(SMALL_TURNS, max(1, int(SMALL_S * 1e3 / max(first, 1e-3))))
-        hops = (self.empty.workers - 1) * (1 if self.gather else 2)
-        return statistics.median(self.time_ms(n_bytes) for _ in range(turns)) / hops
-
-    def mbit(self) -> float:
-        """Of the link: what the bytes take by which the largest transfer that there was time for exceeds the first.
-
-        Of each the shortest counts: what else slows a transfer comes and goes.
-        """
-        first = [self.time_ms(FIRST) for _ in range(TURNS)]
-        n_bytes, took = FIRST, first
-        while took[0] < LONG_MS and n_bytes * GROWTH <= LARGEST and not self.late(GROWTH * took[0]):
-            n_bytes *= GROWTH
-            took = [self.time_ms(n_bytes)]
-        while len(took) < TURNS and not self.late(took[0]):
-            took.append(self.time_ms(n_bytes))
-        whole = min(took)
-        if n_bytes == FIRST:  # the link is slow, or time is short
-            return n_bytes * 8 / 1e3 / whole
-        return (n_bytes - FIRST) * 8 / 1e3 / max(whole - min(first), whole / 2)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+Point = tuple[float, float, float]  # bytes on the link, ms of a sum, ms of a gather
 
 
 def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 2.0) -> Network:
-    """Collective; the same result on every rank, bit for bit: the median latency, the slowest rate.
+    """Collective; the same result on every rank.
 
-    A transfer that has begun is ended, so on a link of less than 1 Mbit/s it takes longer than `at_most_s`.
+    A transfer that has begun is ended, so on a link of less than 1 Mbit/s it may take longer than `at_most_s`.
     """
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return Network(1, math.inf, 0.0)
     where = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    begin = time.perf_counter()
-    sums = _Ring(group, where, gather=False, deadline=begin + at_most_s / 2)
-    gathers = _Ring(group, where, gather=True, deadline=begin + at_most_s)
-    latencies = [sums.latency_ms(), gathers.latency_ms()]
-    rates = [sums.mbit(), gathers.mbit()]
-    return combine(_everyones(group, torch.tensor([*latencies, *rates], dtype=torch.float64, device=where)).tolist())
+    ring = _Ring(group, where, Network(world_size, math.inf, 0.0), time.perf_counter() + at_most_s)
+    ring.times(FIRST, gather=False, turns=1)  # connections are made when they are first used
+    ring.times(FIRST, gather=True, turns=1)
+    points: list[Point] = []
+    n_bytes = FIRST
+    while n_bytes <= LARGEST:
+        points.append((n_bytes, ring.usual_ms(n_bytes, gather=False), ring.usual_ms(n_bytes, gather=True)))
+        longest = max(points[-1][1:])
+        if longest >= LONG_MS or ring.late(2 * GROWTH * longest):
+            break
+        n_bytes *= GROWTH
+    return network_of(world_size, points)
 
 
-def combine(rows: list[list[float]]) -> Network:
-    """A row a rank: latency of sums and of gathers, rate of sums and of gathers."""
-    columns = list(zip(*rows, strict=True))
-    latency_ms = statistics.median(statistics.mean(row[:2]) for row in rows)
-    mbit, gathered = min(columns[2]), min(columns[3])
-    return Network(len(rows), mbit, latency_ms, gather=gathered / mbit)
+def network_of(world_size: int, points: Sequence[Point]) -> Network:
+    """The latency of the smallest, the best rate of the larger ones, and how each differs from what these come to."""
+    hops = world_size - 1
+    latency_ms = statistics.mean((points[0][1] / (2 * hops), points[0][2] / hops))
+    bulk = [point for point in points if point[0] >= BULK] or points[-1:]
+    plain = Network(world_size, max(n_bytes * 8 / 1e3 / min(took) for n_bytes, *took in bulk), latency_ms)
+    curve = tuple(
+        (float(n_bytes), summed / plain.collective_ms(n_bytes, False), gathered / plain.collective_ms(n_bytes, True))
+        for n_bytes, summed, gathered in points
+    )
+    return Network(world_size, plain.mbit, latency_ms, curve)
 
 
-def _everyones(group: dist.ProcessGroup, numbers: Tensor) -> Tensor:
-    """A row a rank; as int32, because every backend carries those."""
-    own = numbers.view(torch.int32)
-    out = own.new_empty(dist.get_world_size(group) * own.numel())
-    all_gather(out, own, group=group)
-    return out.view(torch.float64).view(-1, len(numbers)).cpu()
+@dataclass
+class _Ring:
+    """Collectives, timed; whether to go on is decided from times that all ranks know."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    empty: Network  # of as many workers
+    deadline: float  # of this rank's clock
+
+    def usual_ms(self, n_bytes: int, gather: bool) -> float:
+        """The median of several."""
+        first = self.times(n_bytes, gather, 1)
+        turns = min(MOST, max(FEWEST, round(ENOUGH_MS / first[0])))
+        if self.late(turns * first[0]):
+            return first[0]
+        return statistics.median(first + self.times(n_bytes, gather, turns - 1))
+
+    def times(self, n_bytes: int, gather: bool, turns: int) -> list[float]:
+        """So many collectives that bring about so many bytes over every link; each begins on all ranks together."""
+        workers = self.empty.workers
+        numel = max(1 if gather else workers, round(n_bytes / self.empty.on_link(FLOAT_BYTES, gather)))
+        own = torch.zeros(numel, device=self.device)
+        out = torch.empty(workers * numel if gather else 0, device=self.device)
+        took = []
+        for _ in range(turns):
+            self._largest([0.0])
+            begin = time.perf_counter()
+            if gather:
+                all_gather(out, own, group=self.group)
+            else:
+                dist.all_reduce(own, group=self.group)
+            self._synchronize()
+            took.append(1e3 * (time.perf_counter() - begin))
+        return self._largest(took)
+
+    def late(self, next_ms: float) -> bool:
+        """Whether any rank has no time left for so much more."""
+        return self._largest([time.perf_counter() + next_ms / 1e3 - self.deadline])[0] > 0
+
+    def _largest(self, numbers: list[float]) -> list[float]:
+        """Over the ranks, one by one."""
+        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
+        largest: list[float] = told.tolist()
+        return largest
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

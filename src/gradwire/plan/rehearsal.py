@@ -3,14 +3,15 @@
 1. Plain steps: forward, backward, after. DDP hands every bucket to a hook that gives it back at once.
 2. Recorded steps, if a method needs second moments: what they cost, and gradients with real moments. After each step
    all methods encode and decode its gradients (costs.py), bucket by bucket.
-All workers do this at the same time, so that what they share (cores, memory) is shared as in a training. They do not
-wait for each other, and means count: where processes take turns on a core, most steps are short and a few wait.
+3. Laps: step, encode and decode of one method, from one barrier to the next. Workers that share cores, or of which one
+   is late, take longer together than each by itself; the times of 1 and 2 are scaled to what a lap takes.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -24,6 +25,7 @@ from gradwire.compressors import Compressor
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.plan.costs import Dry, usual
+from gradwire.plan.crowding import crowded
 from gradwire.plan.model import Cost, Work
 from gradwire.train import optimizers, sharding
 from gradwire.train.settings import Plan
@@ -33,6 +35,7 @@ WARM = 3  # steps: DDP has its final buckets from the second on
 PLAIN_STEPS, PLAIN_S = 20, 5.0
 DRY_STEPS, DRY_S = 60, 12.0  # a method that holds back comes to rest slowly
 LAST = 20  # dry steps that count
+LAPS, LAPS_S = 15, 2.0  # of each method
 LOOK = 5  # steps between two looks at the clock, which all workers take together
 Progress = Callable[[str, int, int], None]  # (what, step, of so many)
 
@@ -61,9 +64,12 @@ class Rehearsal:
         rate = plan.schedule.at(0, team.world)
         self.optimizer = optimizers.make(plan.optimizer, model.parameters(), rate, plan.weight_decay)
         self.recorder: Recorder | None = None
+        self.number = 0
         self.layouts: list[Layout] = []
         self.buffers: list[Tensor] = []
+        self.moments: list[Tensor] = []
         self.ready: list[float] = []
+        self.pool = ThreadPoolExecutor(1)  # in the courier's place
         self.samples = self._samples()
         self.ddp.register_comm_hook(self, take)
 
@@ -76,6 +82,9 @@ class Rehearsal:
     def step(self) -> Moment:
         """One step of the training of this worker alone."""
         self.layouts, self.buffers, self.ready = [], [], []
+        if self.recorder is not None:
+            self.recorder.begin_step(self.number)
+        self.number += 1
         begin = self._now()
         inputs, targets = (tensor.to(self.team.device) for tensor in self.plan.task.batch(next(self.samples)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -107,31 +116,66 @@ class Rehearsal:
         """All that is measured; the same on every worker."""
         plain = self.several("plain steps", PLAIN_STEPS, PLAIN_S)
         work = self._work(plain)
+        self.moments = [torch.ones(layout.numel, device=self.team.device) for layout in self.layouts]
         if any(method.needs_moments for _, method in methods):
-            self.recorder = Recorder(self.ddp, self.parameters)
+            self._record()
         world, device = self.team.world, self.team.device
         dry = {spec: Dry(method, self.layouts, world, device, self._largest) for spec, method in methods}
         recorded = self.several("dry run", DRY_STEPS, DRY_S, lambda: self._send(list(dry.values())))
+        factor = max(1.0, self._slowest(recorded) / self._slowest(plain)) if self.recorder is not None else 1.0
+        costs = {}
+        for spec, method in methods:
+            moments = factor if method.needs_moments else 1.0
+            costs[spec] = replace(self._agreed(dry[spec].cost(LAST)), spec=spec, moments=moments)
+        laps = {spec: self._lap(dry[spec]) for spec, method in methods if method.needs_moments}
         if self.recorder is not None:
             self.recorder.remove()
-        factor = self._slowest(recorded) / self._slowest(plain) if self.recorder is not None else 1.0
-        costs = []
-        for spec, method in methods:
-            own = dry[spec].cost(LAST)
-            costs.append(
-                replace(self._agreed(own), spec=spec, moments=max(1.0, factor) if method.needs_moments else 1.0)
-            )
-        return work, costs
+            self.recorder = None
+        laps |= {spec: self._lap(dry[spec]) for spec, method in methods if not method.needs_moments}
+        return crowded(work, costs, world, laps, self._lap(None), self._meeting_ms())
+
+    def _record(self) -> None:
+        """As a link does: moments go to flat tensors, bucket by bucket."""
+        self.recorder = Recorder(self.ddp, self.parameters)
+        for layout, moment in zip(self.layouts, self.moments, strict=True):
+            for slot in layout:
+                self.recorder.bind(slot.name, slot.of(moment))
 
     def _send(self, methods: Sequence[Dry]) -> None:
         """This step's gradients through every method."""
-        moments = [torch.ones_like(buffer) for buffer in self.buffers]
-        if self.recorder is not None:
-            for layout, moment in zip(self.layouts, moments, strict=True):
-                for slot in layout:
-                    slot.of(moment).copy_(self.recorder.moment(slot.name).flatten())
         for method in methods:
-            method.step(self.buffers, moments)
+            method.step(self.buffers, self.moments)
+
+    def _lap(self, method: Dry | None) -> float:
+        """ms from barrier to barrier, of a step with this method's encode and decode in a thread; None: without."""
+        took: list[float] = []
+        while not self._enough(took):
+            self.team.barrier()
+            begin = self._now()
+            self.step()
+            if method is not None and method.kind == "sum":
+                method.step(self.buffers, self.moments, lean=True)
+            elif method is not None:
+                self.pool.submit(method.step, self.buffers, self.moments, lean=True).result()
+            self.team.barrier()
+            took.append(self._now() - begin)
+            self.progress("laps", len(took), LAPS)
+        return float(self.team.gather(torch.tensor([statistics.median(took[1:])], dtype=torch.float64)).max())
+
+    def _enough(self, took: Sequence[float]) -> bool:
+        """Rank 0 says it for all."""
+        done = len(took) >= LAPS or (len(took) > WARM and sum(took) > 1e3 * LAPS_S)
+        return bool(self.team.tell(int(done))[0])
+
+    def _meeting_ms(self) -> float:
+        """A lap without anything."""
+        took = []
+        for _ in range(LAPS):
+            self.team.barrier()
+            begin = self._now()
+            self.team.barrier()
+            took.append(self._now() - begin)
+        return float(self.team.gather(torch.tensor([statistics.median(took[1:])], dtype=torch.float64)).max())
 
     def _work(self, moments: Sequence[Moment]) -> Work:
         """Of the worker that the others wait for."""
@@ -178,7 +222,7 @@ def take(rehearsal: Rehearsal, bucket: GradBucket) -> Future[Tensor]:
             rehearsal.recorder.consume(slot.name, slot.of(buffer))
     rehearsal.ready.append(1e3 * time.perf_counter())
     rehearsal.layouts.append(layout)
-    rehearsal.buffers.append(buffer.detach().float().clone())
+    rehearsal.buffers.append(buffer.detach().float())  # DDP leaves it as it is until the next backward
     done: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
     done.set_result(buffer)
     return done

@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.compressors import Compressor, from_spec
+from gradwire import budget
+from gradwire.capacity import Capacity, most_buckets
+from gradwire.compressors import Compressor, from_spec, to_spec
+from gradwire.errors import AttachError
 from gradwire.train import optimizers, tasks
 from gradwire.train.errors import InputError
 from gradwire.train.task import Schedule, Task
@@ -103,6 +106,7 @@ def check(settings: Settings) -> Plan:
         device=settings.device,
     )
     check_enough_samples(plan)
+    check_budget(plan)
     return plan
 
 
@@ -146,6 +150,18 @@ def check_enough_samples(plan: Plan) -> None:
             f"{plan.workers} workers x batch {plan.batch} take {needed} samples a step, "
             f"the data has {there}: fewer --workers, a smaller --batch or more data"
         )
+
+
+def check_budget(plan: Plan) -> None:
+    """A budget in bytes that the task's network can keep."""
+    if budget.asked(plan.compressor) == (None, None):
+        return
+    numels = {name: parameter.numel() for name, parameter in plan.task.make_model().named_parameters()}
+    n_bytes = 4 * sum(numels.values())
+    try:
+        budget.check(plan.compressor, Capacity(n_bytes, plan.workers, numels, most_buckets(n_bytes)))
+    except AttachError as error:
+        raise InputError(f"--compressor {to_spec(plan.compressor)}: {error}") from error
 
 
 def default_out(settings: Settings) -> Path:

@@ -1,0 +1,209 @@
+"""A host of the benchmarks over shaped links, started once on each: does what the lines on stdin say.
+
+A line is a JSON object, and so is the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from benchmarks.models import cifar_vgg
+from gradwire.compressors import from_spec, to_spec
+from gradwire.plan.model import predict
+from gradwire.plan.probe import probe
+from gradwire.plan.rehearsal import Rehearsal
+from gradwire.race.methods import parse
+from gradwire.train.task import Schedule
+from gradwire.train.team import Team
+
+FEWEST, MOST = 6, 60  # steps that are timed, and about so many seconds of them
+TIMED_S = 3.0
+AUTO_SETTLES = 30  # steps in which auto measures
+
+
+class Noise:
+    """A task of random samples, whose classes a network can learn."""
+
+    name = "noise"
+    samples = 1 << 14
+
+    def __init__(self, model: str, batch: int) -> None:
+        self.model, self.size = model, batch
+
+    def make_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        if self.model == "vgg":
+            return cifar_vgg()
+        return nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (3, 32, 32) if self.model == "vgg" else (784,)
+        inputs = torch.randn(len(indices), *shape, generator=torch.Generator().manual_seed(int(indices[0])))
+        return inputs, inputs.flatten(1)[:, :10].argmax(1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+class Watch:
+    """From the first bucket that is ready to the last future."""
+
+    def __init__(self) -> None:
+        self.first: float | None = None
+        self.last = 0.0
+
+    def around(self, hook: Any) -> Any:
+        def timed(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and takes no text for them
+            self.first = self.first or time.perf_counter()
+            return hook(state, bucket).then(self.arrived)
+
+        return timed
+
+    def arrived(self, future: Any) -> Any:
+        value = future.value()
+        self.last = time.perf_counter()
+        return value
+
+    def lap_ms(self) -> float:
+        took = 1e3 * (self.last - self.first) if self.first else 0.0
+        self.first = None
+        return took
+
+
+class Host:
+    """One rank."""
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        self.rank, self.known = dist.get_rank(), None
+
+    def train(
+        self,
+        method: str,
+        model: str,
+        warm: int,
+        batch: int,
+        steps: int = 0,
+        say: bool = False,
+        methods: Sequence[str] = (),
+    ) -> dict[str, Any]:
+        """Steps with a method: their times, and what was in use and sent.
+
+        steps: so many; say: each as it ends; methods: what auto chooses from.
+        """
+        task, watch = Noise(model, batch), Watch()
+        ddp, wire = self._begin(task, method, list(methods), watch)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        times, exchanges, used = [], [], []
+        begin = time.perf_counter()
+        for number in range(warm + (steps or MOST)):
+            if number == warm:
+                begin = time.perf_counter()
+                if wire is not None:
+                    wire.reset_stats()
+            start = time.perf_counter()
+            indices = torch.arange(batch) + batch * (number * dist.get_world_size() + self.rank)
+            inputs, targets = task.batch(indices)
+            optimizer.zero_grad()
+            task.loss(ddp(inputs), targets).backward()
+            optimizer.step()
+            times.append(1e3 * (time.perf_counter() - start))
+            exchanges.append(watch.lap_ms())
+            used.append("" if wire is None else to_spec(wire.compressor))
+            if say:
+                print(f"step {number}", flush=True)
+            enough = number + 1 >= warm + FEWEST and time.perf_counter() - begin > TIMED_S
+            if not steps and self._any(enough):
+                break
+        counted = times[warm:]
+        return {
+            "step_ms": statistics.median(counted),
+            "exchange_ms": statistics.median(exchanges[warm:]),
+            "seconds": sum(counted) / 1e3,
+            "n_bytes": 0 if wire is None else wire.stats().bytes_sent,
+            "ratio": 1.0 if wire is None else wire.stats().ratio,
+            "stats": "" if wire is None else str(wire.stats()),
+            "steps": len(counted),
+            "times": times,
+            "used": used,
+        }
+
+    def compare(self, rounds: int, batch: int) -> dict[str, Any]:
+        """Steps of plain DDP, of the same once more and of auto, taking turns; medians."""
+        task, times = Noise("mlp", batch), dict[str, list[float]](plain=[], control=[], auto=[])
+        models = {name: DistributedDataParallel(task.make_model()) for name in times}
+        wire = gradwire.attach(models["auto"], "auto")
+        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+        names = list(models)
+        for number in range(rounds):
+            inputs, targets = task.batch(torch.arange(batch) + number * batch)
+            for name in names[number % 3 :] + names[: number % 3]:
+                start = time.perf_counter()
+                optimizers[name].zero_grad()
+                task.loss(models[name](inputs), targets).backward()
+                optimizers[name].step()
+                times[name].append(1e3 * (time.perf_counter() - start))
+        swapped = any("forward" in module.__dict__ for module in models["auto"].module.modules())
+        settled = {name: took[AUTO_SETTLES:] for name, took in times.items()}
+        found: dict[str, Any] = {name: statistics.median(took) for name, took in settled.items()}
+        means = {f"{name} mean": statistics.fmean(took) for name, took in settled.items()}
+        return found | means | {"method": to_spec(wire.compressor), "swapped": swapped, "steps": rounds - AUTO_SETTLES}
+
+    def _begin(self, task: Noise, method: str, methods: list[str], watch: Watch) -> tuple[DistributedDataParallel, Any]:
+        race = parse(method) if method.startswith("torch:") else None
+        ddp = DistributedDataParallel(task.make_model(), **({} if race is None else race.buckets))
+        register = ddp.register_comm_hook
+        ddp.register_comm_hook = lambda state, hook: register(state, watch.around(hook))  # type: ignore[method-assign]
+        if method == "torch:allreduce":
+            ddp.register_comm_hook(None, allreduce_hook)  # what DDP does without one, and its times can be seen
+        elif race is not None:
+            race.begin(ddp)
+        elif method == "auto":
+            return ddp, gradwire.attach(ddp, "auto", methods=methods)
+        else:
+            return ddp, gradwire.attach(ddp, from_spec(method))
+        return ddp, None
+
+    def predict(self, methods: list[str], batch: int) -> dict[str, float]:
+        """Milliseconds of a step on the link as it is now; what else it takes is measured once."""
+        if self.known is None:
+            names = {"seed": 0, "optimizer": "sgd", "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
+            plan: Any = SimpleNamespace(task=Noise("mlp", batch), **names)
+            team = Team(self.rank, dist.get_world_size(), torch.device("cpu"))
+            rehearsal = Rehearsal(plan, team, lambda *_: None)
+            self.known = rehearsal.rehearse([(spec, from_spec(spec)) for spec in methods])
+        assert dist.group.WORLD is not None
+        network = probe(dist.group.WORLD, torch.device("cpu"))
+        work, costs = self.known
+        return {cost.spec: predict(work, network, cost).step_ms for cost in costs} | {"mbit": network.mbit}
+
+    def _any(self, fact: bool) -> bool:
+        told = torch.tensor([float(fact)])
+        dist.all_reduce(told)
+        return bool(told)
+
+
+def main() -> None:
+    host = Host()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        print(json.dumps(getattr(host, order.pop("do"))(**order)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
