@@ -171,9 +171,7 @@ def exchanges(hosts: Hosts) -> Iterator[Row]:
     vgg: dict[str, Any] = {"model": "vgg", "batch": 2}
     ours = hosts.order("train", method="vgc:alpha=2", warm=SETTLED, **vgg)
     found = max(answer["exchange_ms"] for answer in ours)
-    what = (
-        f"exchange of a CIFAR VGG's gradient, {HOSTS} hosts, 100 Mbit/s, VGC alpha 2 (ratio {ours[0]['ratio']:.0f})"
-    )
+    what = f"exchange of a CIFAR VGG's gradient, {HOSTS} hosts, 100 Mbit/s, VGC alpha 2 (ratio {ours[0]['ratio']:.0f})"
     for method, bar in (("bf16", 0.1), ("torch:powersgd:rank=4", 1.0), ("topk:density=0.01", 1.0)):
         theirs = hosts.slowest("exchange_ms", method, warm=4, **vgg)
         row = {"what": what, "against": method, "time_ms": found, "reference_ms": theirs, "bar": bar}

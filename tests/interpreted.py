@@ -33,16 +33,22 @@ def serve(cases: Mapping[str, Callable[[str], None]]) -> None:
         except BaseException:
             answer = json.dumps(traceback.format_exc())
         print(answer, flush=True)
+    os._exit(0)  # taking torch apart takes as long as half of importing it
+
+
+def environment() -> dict[str, str]:
+    """One thread: two test processes share two cores, and the arrays are small."""
+    paths = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "kernels")))
+    ours = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    return os.environ | ours
 
 
 @contextmanager
 def process(file: str) -> Iterator[Asked]:
     """One for all cases of a file: importing torch takes longer than most of them."""
     pytest.importorskip("triton")
-    paths = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "kernels")))
-    environment = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-W", "ignore", file], env=os.environ | environment, **pipes) as started:
+    with subprocess.Popen([sys.executable, "-W", "ignore", file], env=environment(), **pipes) as started:
         yield started
         started.stdin.close()
 

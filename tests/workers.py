@@ -12,7 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TIMEOUT = 60  # seconds, of the process group and of one call
+# Imported once, by the process that all workers are forked from: two to three seconds of a core a worker. DDP needs
+# torch._dynamo. None of them starts a thread when it is imported.
+READY = ["torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "gradwire"]
 
 
 class WorkerError(AssertionError):
@@ -20,7 +25,6 @@ class WorkerError(AssertionError):
 
 
 def _serve(rank: int, world_size: int, store: str, timeout: float, backend: str, pipe: Connection) -> None:
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -45,7 +49,8 @@ class Workers:
 
     def __init__(self, world_size: int, timeout: float = TIMEOUT, backend: str = "gloo") -> None:
         self.world_size = world_size
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")  # a fork may lose a GPU
+        mp.set_forkserver_preload(READY)
         store = Path(tempfile.mkdtemp()) / "store"
         self.pipes: list[Connection] = []
         self.processes = []

@@ -8,6 +8,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
+import swift
+
 MEMORY = np.zeros(48 * 1024 // 4, np.int32)  # of the one program that runs
 
 
@@ -62,14 +64,15 @@ def get_four(memory: int, index: tl.tensor) -> tuple[tl.tensor, ...]:
 
 
 def mend() -> None:
-    """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses."""
+    """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses; and it is slow."""
     original = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patched
+    swift.install()
 
 
 def install() -> None:

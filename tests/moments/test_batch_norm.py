@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import interpreted
 from gradwire.moments import Recorder, batch_norm
 
 GPU = torch.cuda.is_available()
@@ -54,20 +51,16 @@ def compare_kernels(device: str) -> None:
                     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-3)
 
 
-def interpreted() -> None:
+def interpret(device: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from test_fused_linear import mend_interpreter
+    from interpreter import mend  # of tests/kernels
 
-    mend_interpreter()
-    compare_kernels("cpu")
+    mend()
+    compare_kernels(device)
 
 
-def test_interpreted() -> None:
-    pytest.importorskip("triton", reason="the fused kernels need Triton")
-    source = str(Path(__file__).parents[2] / "src")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_interpreted(interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, "all")
 
 
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
@@ -166,4 +159,4 @@ def test_double_backward(anywhere: None) -> None:
 
 
 if __name__ == "__main__":
-    interpreted()
+    interpreted.serve({"all": interpret})

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+import interpreted
 
 pytest.importorskip("triton", reason="the fused kernels need Triton")
 
@@ -88,7 +86,7 @@ def check(name: str, dtype: torch.dtype, device: str, channels_last: bool, toler
         assert torch.equal(one, two), f"{name}: two runs on the same inputs differ"
 
 
-def check_plans() -> None:
+def check_plans(device: str) -> None:
     """Every kind of loop and share, whether a shape's own plan takes it or not."""
     from gradwire.moments.fused import tiled
     from gradwire.moments.fused.arranging import arranged
@@ -98,7 +96,7 @@ def check_plans() -> None:
     plans = [Plan(16, 16, 16, 4, 2), Plan(16, 16, 16, 4, 2, splits=2), Plan(16, 16, 16, 4, 2, parts=2)]
     plans += [Plan(16, 16, 16, 4, 2, steps=1, tail=16), Plan(16, 64, 16, 4, 2, parts=1, flat=16)]
     plans += [Plan(16, 16, 32, 4, 2, steps=1, by_dot=True), Plan(16, 64, 16, 4, 2, splits=3, flat=16)]
-    gradient, x, shape, geometry = problem("3x3", torch.float32, "cpu")
+    gradient, x, shape, geometry = problem("3x3", torch.float32, device)
     wanted = truth(gradient, x, shape, geometry)
     sizes = geometry_of(gradient, x, shape, *geometry)
     for plan in plans:
@@ -111,31 +109,30 @@ def check_plans() -> None:
                 assert max(map(error, found, wanted)) < 1e-6, (plan, layout, positions_last)
 
 
-def interpreted(what: str) -> None:
-    """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from test_fused_linear import mend_interpreter
-
-    mend_interpreter()
-    if what == "plans":
-        return check_plans()
+def check_cases(device: str) -> None:
     for name in CASES:
         if name.startswith("hopper"):  # nothing but larger here
             continue
         # float16 products are exact in float32, so the tolerance is float32's; bfloat16 the interpreter cannot multiply
-        check(name, torch.float32, "cpu", True, 1e-6)
-        check(name, torch.float16, "cpu", False, 1e-6)
+        check(name, torch.float32, device, True, 1e-6)
+        check(name, torch.float16, device, False, 1e-6)
+
+
+INTERPRETED = {"cases": check_cases, "plans": check_plans}
+
+
+def serve() -> None:
+    """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
+    from interpreter import mend  # of tests/kernels
+
+    mend()
+    interpreted.serve(INTERPRETED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["cases", "plans"])
-def test_interpreted(what: str) -> None:
-    done = subprocess.run(
-        [sys.executable, __file__, what],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+@pytest.mark.parametrize("what", INTERPRETED)
+def test_interpreted(what: str, interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, what)
 
 
 def test_refusals_say_what_to_do() -> None:
@@ -189,4 +186,4 @@ def test_on_gpu(name: str, dtype: torch.dtype, tolerance: float, channels_last: 
 
 
 if __name__ == "__main__":
-    interpreted(sys.argv[1])
+    serve()

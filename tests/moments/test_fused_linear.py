@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import interpreted
 from gradwire.moments.fused.tuning import Plan, Shape, hopper_plan, plan_for, refusal, spread, worth_it
 
 pytest.importorskip("triton", reason="the fused kernels need Triton")
@@ -137,39 +133,22 @@ def check_samples(device: str) -> None:
     assert grad_moment(gradient[:0], x[:0], torch.bfloat16)[0].count_nonzero() == 0
 
 
-def mend_interpreter() -> None:
-    """Triton 3.6's interpreter takes int() of an array of one element, which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-
-
-def interpreted() -> None:
+def interpret(device: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    mend_interpreter()
+    from interpreter import mend  # of tests/kernels
+
+    mend()
     for shape in SMALL:
         for dtype in (torch.float32, torch.float16):  # bfloat16 the interpreter cannot multiply
-            check(shape, dtype, "cpu")
-    check_layouts("cpu", torch.float32)
-    check_compiled("cpu", torch.float32)
+            check(shape, dtype, device)
+    check_layouts(device, torch.float32)
+    check_compiled(device, torch.float32)
     check_joining()
-    check_samples("cpu")
+    check_samples(device)
 
 
-def test_interpreted() -> None:
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_interpreted(interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, "all")
 
 
 @pytest.mark.parametrize("tiles", [1, 36, 108, 131, 132, 133, 144, 256, 1024, 2358])
@@ -241,4 +220,4 @@ def test_plans_are_remembered() -> None:
 
 
 if __name__ == "__main__":
-    interpreted()
+    interpreted.serve({"all": interpret})

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import interpreted
 from gradwire.moments import sums
 from gradwire.moments.sums import channel_sums, normalized_sums, position_sums
 
@@ -214,13 +210,13 @@ def test_what_is_refused() -> None:
         channel_sums(gradient, x[:, :, 0], EPS)
 
 
-def interpreted() -> None:
+def interpret(device: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from test_fused_linear import mend_interpreter
+    from interpreter import mend  # of tests/kernels
 
     from gradwire.moments.fused import sums as fused
 
-    mend_interpreter()
+    mend()
     sums._load = lambda kind: fused  # type: ignore[assignment, return-value]
     for shape in (*ROWS[:3], (2, 40, 600)):
         check_rows(*operands(shape))
@@ -229,19 +225,12 @@ def interpreted() -> None:
     for dtype in HALVES[1:]:
         check_rows(*operands(ROWS[0], dtype))
         check_channels(*operands(CHANNELS[1], dtype))
-    check_layouts(torch.float32, "cpu")
+    check_layouts(torch.float32, device)
     test_an_input_far_from_zero()
 
 
-def test_interpreted() -> None:
-    pytest.importorskip("triton", reason="the fused kernels need Triton")
-    done = subprocess.run(
-        [sys.executable, __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_interpreted(interpreting: interpreted.Asked) -> None:
+    interpreted.ask(interpreting, "all")
 
 
 @needs_gpu
@@ -259,4 +248,4 @@ def test_on_gpu(dtype: torch.dtype) -> None:
 
 
 if __name__ == "__main__":
-    interpreted()
+    interpreted.serve({"all": interpret})

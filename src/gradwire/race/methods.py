@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.compressors import METHODS, from_spec
+from gradwire.handle import AUTO
 from gradwire.train.errors import InputError
 
 FLOAT_BYTES = 4
@@ -68,7 +69,7 @@ def _factor(text: str, times: str) -> float:
 
 def _of_ours(spec: str) -> Begin:
     try:
-        compressor = from_spec(spec)
+        compressor = AUTO if spec == AUTO else from_spec(spec)
     except ValueError as error:
         others = f"; of torch: {', '.join(f'torch:{name}' for name in TORCH)}; another: python:module.function"
         hint = others if spec.partition(":")[0].lower() not in METHODS else ""

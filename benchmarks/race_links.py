@@ -1,0 +1,184 @@
+"""Time to accuracy over shaped links, and the replay beside real runs: hosts in network namespaces, which need root.
+
+GRACE's top-k is read from the folder that GRADWIRE_PEERS names (twins.py). Every figure of a race is the median of
+SEEDS. All methods have the task's own learning rate, and in further rows twice that, where nearly all of them are
+fastest (of 1, 2 and 4 times; steps do not depend on the link).
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.twins import folder_of, use
+from gradwire.lab import missing
+from gradwire.race import contest, runner
+from gradwire.race.contest import Run
+from gradwire.race.files import REACHED, Files
+from gradwire.race.replay import Setting, cases, replay
+from gradwire.race.tables import Figures
+from gradwire.race.trace import Sample, Trace, load, thin
+
+Row = dict[str, Any]
+HOSTS, TARGET, SEEDS = 4, 0.97, (0, 1, 2)
+# By rate and learning rate: a slow link wants fewer bytes, a faster one fewer steps.
+OURS = {
+    ("10", 1): "vgc:alpha=1,density=0.02",
+    ("100", 1): "vgc:alpha=1.5",
+    ("10", 2): "vgc:alpha=1,density=0.02",
+    ("100", 2): "vgc:alpha=2",
+}
+GRACE = "python:benchmarks.race_links.grace_topk"
+THEIRS = {
+    "torch:allreduce": "torch DDP all-reduce",
+    "torch:fp16": "torch fp16_compress_hook",
+    "torch:powersgd:rank=1": "torch powerSGD_hook rank 1",
+    "torch:powersgd:rank=2": "torch powerSGD_hook rank 2",
+    "torch:powersgd:rank=4": "torch powerSGD_hook rank 4",
+    GRACE: "GRACE top-k 1 %",
+}
+UNLIMITED = "unlimited"
+CHECKED = {"vgc:alpha=1.5": "10", "bf16": "20"}  # method and rate: the link is the larger part of a step
+SETTLE, COUNTED, PLAYED = 20, 100, 30  # steps of a run that a replay is compared with, and of the replay
+WITHIN = 1.1
+
+EXPERIMENT = Path(__file__).parent.parent / "experiments" / "results" / "paper-100" / "sgd-vgc-alpha-1.5-seed0.csv"
+COMPUTE = "training step with exact moments as CUDA graphs (wire.capture), CIFAR VGG, B 64, bf16"  # in gpu.csv
+WORKERS, SIMULATED, FASTER = 8, "vgc:alpha=1.5", 0.1
+
+
+class Quiet:
+    """Nobody looks at the runs of a benchmark."""
+
+    def show(self, run: Run, state: str, figures: Figures | None = None) -> None: ...
+
+
+def grace_topk(model: DistributedDataParallel) -> None:
+    """1 % of every tensor by itself, as its examples call it, in a hook of DDP: it is the mean that DDP gets."""
+    use("grace")
+    from grace_dl.dist.helper import grace_from_params
+
+    names = {"compressor": "topk", "memory": "residual", "communicator": "allgather"}
+    worker = grace_from_params({**names, "world_size": dist.get_world_size(), "compress_ratio": 0.01})
+    named = {id(parameter): name for name, parameter in model.module.named_parameters()}
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations, and takes no text for them
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            gradient.copy_(worker.step(gradient, named[id(parameter)]))
+        done: Any = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    model.register_comm_hook(None, hook)
+
+
+def rows() -> Iterator[Row]:
+    if lacking := missing():
+        yield {"what": "time to accuracy and step times over shaped links", "against": f"a lab needs {lacking}"}
+        return
+    for rate, factor in OURS:
+        yield from races(rate, factor)
+    for method, rate in CHECKED.items():
+        yield checked(method, rate)
+    yield replayed()
+
+
+def races(rate: str, factor: int, seeds: Sequence[int] = SEEDS) -> Iterator[Row]:
+    """Seconds to the target, ours against each of theirs, all with `factor` times the task's learning rate."""
+    there = [name for name in THEIRS if name != GRACE or folder_of("grace")]
+    ours, times = OURS[rate, factor], f"@{factor}" if factor != 1 else ""
+    entered = {name: f"{name}{times}" for name in [ours, *there]}
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder))
+        every = contest.runs(rate, ",".join(entered.values()), seeds, task="digits", hosts=HOSTS, target=TARGET)
+        if failures := runner.race(every, files, Quiet()):
+            raise SystemExit("\n".join(failures))
+        rows = files.rows(every)
+    found = {name: [row for run, row in rows if run.method == entered[name]] for name in entered}
+    rated = f", {factor} x the learning rate" if times else ""
+    what = f"time to {100 * TARGET:g} % on digits, {HOSTS} hosts at {rate} Mbit/s{rated}, {ours}"
+    for name, shown in THEIRS.items():
+        if name not in there:
+            yield {"what": what, "against": f"{shown}: not installed"}
+            continue
+        sides = found[ours], found[name]
+        mine, other = (median(1e3 * float(row["seconds"]) for row in side) for side in sides)
+        reached = all(row["state"] == REACHED for row in sides[0])
+        steps = " and ".join(f"{median(int(row['step']) for row in side):g}" for side in sides)
+        figures = {"time_ms": mine, "reference_ms": other, "bar": 1.0, "holds": reached and mine <= other}
+        yield {"what": what, "against": f"{shown} (steps: {steps})", **figures}
+
+
+def checked(method: str, rate: str, hosts: int = HOSTS, counted: int = COUNTED, rounds: int = 2) -> Row:
+    """A step of a real training beside its replay.
+
+    What a step computes is the training over links without a limit, less the replay there. Each twice, in turn, and the
+    better of two counts, because a core that somebody else has taken makes any of them slower.
+    """
+    reals = [(trained(method, rate, hosts, counted), trained(method, UNLIMITED, hosts, counted)) for _ in range(rounds)]
+    real, free = (min(pair[side][0] for pair in reals) for side in (0, 1))
+    trace = reals[0][0][1]  # the same bytes every time
+    compute_ms = max(0.0, free - min(played(trace, hosts, UNLIMITED, 0.0) for _ in range(rounds)))
+    again = min(played(trace, hosts, rate, compute_ms) for _ in range(rounds))
+    what = f"step by replay, digits, {hosts} hosts at {rate} Mbit/s, {method}, {compute_ms:.1f} ms of computing"
+    apart = max(again / real, real / again)
+    times = {"time_ms": again, "reference_ms": real, "ratio": apart, "bar": WITHIN, "holds": apart <= WITHIN}
+    return {"what": f"{what}; ratio: the larger to the smaller", "against": "the real training", **times}
+
+
+def trained(method: str, rate: str, hosts: int, counted: int) -> tuple[float, Trace]:
+    """Milliseconds of the median step of a real run after its first ones, and the bytes of its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = Files(Path(folder))
+        limits = {"every": 5, "limit_steps": SETTLE + counted}
+        (run,) = contest.runs(rate, method, [0], task="digits", hosts=hosts, target=1.0, **limits)
+        if failures := runner.race([run], files, Quiet()):
+            raise SystemExit("\n".join(failures))
+        tests = [row for row in files.traced(run) if int(row["step"]) >= SETTLE]
+    dense = 4.0 * sum(parameter.numel() for parameter in run.plan().task.make_model().parameters())
+    stretches = [
+        {name: float(now[name]) - float(then[name]) for name in ("seconds", "step", "bytes_sent")}
+        for then, now in itertools.pairwise(tests)
+    ]
+    samples = [Sample(0, one["bytes_sent"] / one["step"], dense) for one in stretches]
+    return median(1e3 * one["seconds"] / one["step"] for one in stretches), Trace(samples, len(samples))
+
+
+def played(trace: Trace, hosts: int, rate: str, compute_ms: float) -> float:
+    """Milliseconds of the median step of the trace."""
+    one = Trace(thin(trace.samples, 1), trace.steps)
+    setting = Setting(hosts, hosts, compute_ms, steps=PLAYED)
+    (row,) = replay(cases(one, setting, trace.collective, []), setting, rate, lambda row: None)
+    return float(row["ms_a_step"])
+
+
+def replayed(rate: str = "100", samples: int = 3, steps: int = 3) -> Row:
+    """A step of the paper's VGG with as many workers as it was simulated with, by VGC and by an all-reduce of bf16."""
+    trace, setting = load(EXPERIMENT, samples), Setting(WORKERS, WORKERS, compute_ms(), steps=steps)
+    found = replay(cases(trace, setting, "gather", ["bf16"]), setting, rate, lambda row: None)
+    ours, theirs = (mean(row["ms_a_step"] for row in found if row["what"] == what) for what in ("trace", "bf16"))
+    computing = f"{setting.compute_ms:.1f} ms of computing"
+    what = f"step by replay, CIFAR VGG, {WORKERS} hosts at {rate} Mbit/s, {SIMULATED}, {computing}"
+    times = {"time_ms": ours, "reference_ms": theirs, "bar": FASTER, "holds": ours <= FASTER * theirs}
+    return {"what": what, "against": "bf16 all-reduce", **times}
+
+
+def compute_ms() -> float:
+    """What a step of it takes one GPU, from the committed results."""
+    path = Path(__file__).parent / "results" / "gpu.csv"
+    with path.open(encoding="utf-8", newline="") as file:
+        return next(float(row["measured"]) for row in csv.DictReader(file) if row["what"] == COMPUTE)
+
+
+if __name__ == "__main__":
+    for row in rows():
+        print(row, flush=True)

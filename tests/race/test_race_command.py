@@ -1,0 +1,166 @@
+"""`gradwire race` and `gradwire replay`: what they refuse before anything starts, and small real ones."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from gradwire.cli import app
+from gradwire.experiment.results import read
+from gradwire.lab import missing
+
+needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
+
+TRACE = "step,bytes,dense_bytes\n1,300000,1200000\n2,300000,1200000\n"
+HOOK = """
+import torch.distributed as dist
+
+def half(model):
+    def hook(state, bucket):
+        half = bucket.buffer().div_(dist.get_world_size())
+        work = dist.all_reduce(half, async_op=True).get_future()
+        return work.then(lambda done: done.value()[0])
+    model.register_comm_hook(None, hook)
+
+def broken(model):
+    raise RuntimeError("this hook is broken")
+"""
+
+
+def invoke(*arguments: object) -> tuple[int, str]:
+    """Exit code, and what the command says."""
+    result = CliRunner().invoke(app, [*map(str, arguments)], env={"COLUMNS": "160"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "10,0"], "a rate of 0 is not possible"),
+        (["--methods", "dense,zip"], "unknown compressor 'zip'"),
+        (["--methods", "torch:topk"], "'torch:topk' does not exist"),
+        (["--task", "mnist"], "unknown task 'mnist'"),
+        (["--hosts", "1"], "from 2 to 250"),
+        (["--loopback", "--rates", "0.1"], "a rate of 0.1 is not possible"),
+    ],
+)
+def test_a_race_with_bad_input_starts_nothing(arguments, message, monkeypatch, tmp_path):
+    monkeypatch.setattr("gradwire.race.runner.race", lambda *rest: pytest.fail("it has started"))
+    code, said = invoke("race", "--out", tmp_path / "out", *arguments)
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rates", "fast"], "'fast' is not a rate"),
+        (["--rates", ","], "no rate"),
+        (["--hosts", "9"], "no more hosts than workers"),
+        (["--collective", "scatter"], "--collective scatter: auto, gather or sum"),
+        (["--beside", "dense,fp8"], "--beside fp8: known are dense, bf16"),
+        (["--samples", "0"], "--samples must be 1 or more"),
+        (["--out", "/nowhere/replay.csv"], "give a file in a folder that is there"),
+    ],
+)
+def test_a_replay_with_bad_input_starts_nothing(arguments, message, monkeypatch, trace):
+    monkeypatch.setattr("gradwire.race.events.open_hosts", lambda *rest: pytest.fail("it has started"))
+    monkeypatch.setattr("gradwire.race.events.missing", lambda: "")
+    code, said = invoke("replay", trace, *arguments)
+    assert code == 2
+    assert message in said
+
+
+def test_without_root_both_say_what_is_missing(monkeypatch, trace, tmp_path):
+    monkeypatch.setattr("gradwire.race.events.missing", lambda: "root: try sudo")
+    for arguments in (["race", "--out", tmp_path / "out"], ["replay", trace]):
+        code, said = invoke(*arguments)
+        assert code == 2
+        assert "shaped links need root: try sudo. Without it, --loopback runs the same processes on 127.0.0.1" in said
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_small_race(tmp_path):
+    out = tmp_path / "out"
+    given = ["--hosts", 2, "--rates", 100, "--methods", "vgc:alpha=1,zeta=0.99,torch:powersgd:rank=2"]
+    arguments = ["race", *given, "--target", 0.6, "--limit-steps", 60, "--out", out]
+    code, said = invoke(*arguments)
+    assert code == 0, said
+    assert re.search(r"100 Mbit/s  vgc:alpha=1,zeta=0.99  seed 0  steps \d+  accuracy \d\d\.\d %  .*reached", said)
+    rows = read(out / "race.csv")
+    assert [row["method"] for row in rows] == ["vgc:alpha=1,zeta=0.99", "torch:powersgd:rank=2"]
+    for row in rows:
+        tests = [test for test in read(out / "trace.csv") if test["method"] == row["method"]]
+        assert [int(test["step"]) for test in tests] == list(range(5, int(row["step"]) + 1, 5))
+        assert all(float(test["accuracy"]) < 0.6 for test in tests[:-1])
+        assert float(tests[-1]["accuracy"]) >= 0.6
+        assert [float(test["seconds"]) for test in tests] == sorted(float(test["seconds"]) for test in tests)
+        # of two hosts each puts on its link what it hands to the collective, and headers; a step has some 10 messages
+        n_bytes, link = int(row["bytes_sent"]), int(row["interface_bytes"])
+        assert n_bytes < link < 1.1 * n_bytes + 4000 * int(row["step"])
+    before = (out / "race.csv").read_text()
+    code, again = invoke(*arguments)
+    assert code == 0
+    assert again == said  # from the file: nothing is raced twice
+    assert (out / "race.csv").read_text() == before
+
+
+@pytest.mark.slow
+def test_a_race_of_anybodys_hook_and_of_one_that_fails(tmp_path, monkeypatch):
+    (tmp_path / "somebodys.py").write_text(HOOK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    methods = "python:somebodys.broken,python:somebodys.half"
+    given = ["--hosts", 2, "--methods", methods, "--target", 1, "--limit-steps", 7, "--loopback"]
+    code, said = invoke("race", *given)
+    assert code == 1
+    assert "RuntimeError: this hook is broken" in said
+    (row,) = read(Path("race/race.csv"))
+    assert (row["method"], row["rate"], row["state"], row["step"]) == (
+        "python:somebodys.half",
+        "unshaped",
+        "did not reach",
+        "7",
+    )
+    assert (row["bytes_sent"], row["interface_bytes"]) == ("", "")
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_small_replay_takes_as_long_as_its_bytes(trace, tmp_path):
+    """4 workers on 2 hosts: 900 KB and, of the sum of bf16, as much go over every link; 76 ms at 100 Mbit/s."""
+    out = tmp_path / "replay.csv"
+    given = ["--workers", 4, "--hosts", 2, "--rates", 100, "--compute-ms", 50, "--beside", "bf16", "--steps", 5]
+    code, said = invoke("replay", trace, *given, "--out", out)
+    assert code == 0, said
+    rows = read(out)
+    assert [(row["what"], row["collective"]) for row in rows] == [("trace", "gather")] * 2 + [("bf16", "sum")]
+    for row in rows:
+        assert float(row["link_bytes"]) == 900_000
+        assert 50 + 72 < float(row["ms_a_step"]) < 50 + 250  # a busy machine is late, the link is never early
+    assert "4 workers on 2 hosts, 50 ms of computing a step" in said
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_replay_is_near_the_real_training():
+    """The bound of 10 % is the benchmark's; here two cores may be busy with other tests."""
+    from benchmarks.race_links import checked
+
+    row = checked("bf16", "10", hosts=2, counted=20, rounds=1)
+    assert row["ratio"] < 1.5
+    assert row["reference_ms"] > 130  # 170 KB of bf16

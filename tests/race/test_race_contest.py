@@ -1,0 +1,120 @@
+"""What may race: methods, rates and numbers that are refused before anything starts, and the runs of a race."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwire.race import contest, methods
+from gradwire.race.contest import Run
+from gradwire.train.errors import InputError
+
+COMMON = {"task": "digits", "hosts": 4, "target": 0.97}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("dense,bf16", ["dense", "bf16"]),
+        ("vgc:alpha=1.5,zeta=0.99,dense", ["vgc:alpha=1.5,zeta=0.99", "dense"]),
+        (
+            " torch:powersgd:rank=4,start=10 , topk:density=0.01@2,",
+            ["torch:powersgd:rank=4,start=10", "topk:density=0.01@2"],
+        ),
+        ("python:os.path.join,vgc@0.5", ["python:os.path.join", "vgc@0.5"]),
+        ("", []),
+    ],
+)
+def test_methods_and_their_options_are_told_apart(text, names):
+    assert methods.split(text) == names
+
+
+@pytest.mark.parametrize(
+    "text", ["dense", "vgc:alpha=1.5,zeta=0.99", "torch:allreduce", "torch:fp16", "auto", "python:os.path.join"]
+)
+def test_methods_that_there_are(text):
+    method = methods.parse(text)
+    assert (method.name, method.factor, method.buckets) == (text, 1.0, {})
+
+
+def test_powersgd_of_torch_has_one_bucket_and_a_factor_is_no_part_of_the_method():
+    method = methods.parse("torch:powersgd:rank=4@0.5")
+    assert method.buckets == {"bucket_cap_mb": 1024}
+    assert method.factor == 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("zip", r"method 'zip': unknown compressor 'zip'; known: dense, .*torch:allreduce.*python:module.function"),
+        ("vgc:beta=1", r"unknown option 'beta=1' of vgc \(write option=value\); known: alpha, [a-z_, ]*$"),
+        ("vgc:alpha=-1", "alpha must be >= 0"),
+        ("torch:topk", "'torch:topk' does not exist. torch's: torch:allreduce, torch:fp16, torch:powersgd"),
+        (
+            "torch:powersgd:rank=0",
+            "'rank=0' is not possible; torch:powersgd takes whole numbers from 1 for rank, start",
+        ),
+        ("torch:powersgd:rank", "'rank' is not possible"),
+        ("torch:powersgd:size=1", "'size=1' is not possible"),
+        ("torch:fp16:bits=8", "torch:fp16 takes no options"),
+        ("python:nowhere.hook", "python:module.function.*nowhere"),
+        ("python:os.nothing", "python:module.function.*nothing"),
+        ("python:hook", "python:module.function"),
+        ("python:os.name", "os.name is no function"),
+        ("vgc@", "after @ comes a factor"),
+        ("vgc@-1", "after @ comes a factor"),
+        ("vgc@nan", "after @ comes a factor"),
+    ],
+)
+def test_methods_that_there_are_not(text, message):
+    with pytest.raises(InputError, match=message):
+        methods.parse(text)
+
+
+def test_every_rate_seed_and_method_is_a_run():
+    runs = contest.runs("10, 1Gbit", "dense,vgc", [0, 1, 0], **COMMON)
+    assert [(run.rate, run.seed, run.method) for run in runs] == [
+        (rate, seed, name) for rate in ("10", "1Gbit") for seed in (0, 1) for name in ("dense", "vgc")
+    ]
+    assert [run.rate for run in contest.runs("10,100", "dense", [0], True, **COMMON)] == ["unshaped"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rates": "10,0"}, "a rate of 0 is not possible"),
+        ({"rates": "fast"}, "'fast' is not a rate"),
+        ({"rates": ","}, "at least one rate"),
+        ({"names": ""}, "at least one rate and one method"),
+        ({"names": "dense,zip"}, "unknown compressor 'zip'"),
+        ({"task": "mnist"}, "unknown task 'mnist'"),
+        ({"task": "text"}, "task text has no accuracy to race to"),
+        ({"task": "cifar10"}, "needs --data"),
+        ({"hosts": 1}, "--hosts 1: from 2"),
+        ({"hosts": 251}, "--hosts 251"),
+        ({"target": 97.0}, "--target 97.0: an accuracy between 0 and 1"),
+        ({"target": 0.0}, "--target 0.0"),
+        ({"every": 0}, "--every must be 1 or more"),
+        ({"limit_steps": 0}, "--limit-steps must be 1 or more"),
+        ({"limit_s": float("nan")}, "--limit-s must be a positive"),
+        ({"seeds": [-1]}, "--seed must be 0 or more"),
+        ({"optimizer": "lion"}, "unknown optimizer 'lion'"),
+        ({"learning_rate": -1.0}, "--learning-rate must be a positive number"),
+        ({"batch": 0}, "--batch must be 1 or more"),
+    ],
+)
+def test_what_cannot_race(given, message, tmp_path):
+    settings = {"rates": "10", "names": "dense", "seeds": [0], **COMMON, **given}
+    if given.get("task") == "text":
+        text = tmp_path / "text.txt"
+        text.write_bytes(b"something to read\n" * 4000)
+        settings["data"] = str(text)
+    with pytest.raises(InputError, match=message):
+        contest.runs(settings.pop("rates"), settings.pop("names"), settings.pop("seeds"), **settings)
+
+
+def test_two_runs_are_the_same_whatever_their_limits():
+    run = Run("digits", 4, "10", "vgc", 0, 0.97)
+    assert run.key() == Run("digits", 4, "10", "vgc", 0, 0.97, limit_s=1, limit_steps=7, data="x").key()
+    others = [{"rate": "100"}, {"seed": 1}, {"target": 0.9}, {"every": 1}, {"batch": 8}, {"learning_rate": 0.01}]
+    fields = {"task": "digits", "hosts": 4, "rate": "10", "method": "vgc", "seed": 0, "target": 0.97}
+    assert all(Run(**{**fields, **other}).key() != run.key() for other in others)
