@@ -59,11 +59,15 @@ def test_a_measured_curve_is_followed():
     """10 Mbit/s, 3 workers: 2/3 and 2 times the bytes of a worker pass a link."""
     curve = ((1_000.0, 1.0, 2.0), (100_000.0, 0.25, 2.0))
     plain, measured = Network(3, 10.0, 1.0), Network(3, 10.0, 1.0, curve)
-    for n_bytes, summed in ((10, 1.0), (1_000, 1.0), (10_000, 0.5), (100_000, 0.25), (10**9, 0.25)):
+    for n_bytes, summed in ((10, 1.0), (1_000, 1.0), (10_000, 0.5), (100_000, 0.25)):
         assert measured.collective_ms(n_bytes, False) == pytest.approx(summed * plain.collective_ms(n_bytes, False))
         assert measured.collective_ms(n_bytes, True) == pytest.approx(2 * plain.collective_ms(n_bytes, True))
+    # beyond it: as between the two largest, 0.25 x 84 - 4.8 ms for 79.2 ms of bytes, but never less than half of them
+    more = measured.collective_ms(1_100_000, False) - measured.collective_ms(100_000, False)
+    assert more == pytest.approx(0.5 * 800)
+    gathered = measured.collective_ms(1_100_000, True) - measured.collective_ms(100_000, True)
+    assert gathered == pytest.approx(2 * 800)
     dense = predict(INSTANT, measured, FREE)
-    assert dense.step_ms == pytest.approx(0.25 * predict(INSTANT, plain, FREE).step_ms)
     assert dense.bytes_on_link == predict(INSTANT, plain, FREE).bytes_on_link
     # the sums of a method are smaller than all its bytes: 4 of 10,000 bytes on the link take half as long each
     rounds = replace(FREE, kind="rounds", rounds=4, bytes_per_element=0.03)

@@ -67,7 +67,8 @@ def test_a_network_gives_back_what_was_measured():
     network = network_of(4, points)
     assert network.workers == 4
     assert network.latency_ms == pytest.approx(1.0)  # 6 hops, and 3
-    assert network.mbit == pytest.approx((1 << 20) * 8 / 1e3 / 100.0)  # the best of any
+    assert network.mbit == pytest.approx(((1 << 20) - 65_536) * 8 / 1e3 / (100 - 12))  # what more bytes take
+    assert network.collective_ms(4 << 20, False) == pytest.approx(100 + (3 << 20) * 8 / 1e3 / network.mbit)
     for n_bytes, summed, gathered in points:
         assert network.collective_ms(n_bytes, False) == pytest.approx(summed)
         assert network.collective_ms(n_bytes, True) == pytest.approx(gathered)

@@ -27,7 +27,7 @@ def refusal(path: Path) -> str:
     if not path.absolute().parent.is_dir():
         return f"{path}: there is no folder {path.absolute().parent}"
     if importlib.util.find_spec("matplotlib") is None:
-        return "a chart needs matplotlib: pip install matplotlib"
+        return "a chart needs matplotlib: pip install gradwire[plots]"
     return ""
 
 

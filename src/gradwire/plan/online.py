@@ -25,7 +25,9 @@ def measured(plan: Plan, methods: Mapping[str, Compressor], margin: float, show:
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         hidden = not (team.leads and console.is_terminal)
         with Bars(*columns, console=console, transient=True, disable=hidden) as bars:
-            tasks = {name: bars.add_task(name, total=None) for name in ("link", "plain steps", "dry run", "laps")}
+            tasks = {
+                name: bars.add_task(name, total=None) for name in ("link", "plain steps", "settling", "dry run", "laps")
+            }
             assert dist.group.WORLD is not None
             network = probe(dist.group.WORLD, team.device)
             bars.update(tasks["link"], completed=1, total=1)

@@ -20,8 +20,8 @@ from gradwire.plan.model import FLOAT_BYTES, Network
 
 FIRST, GROWTH, LARGEST = 1 << 10, 4, 16 << 20  # bytes on the link
 LONG_MS = 100.0  # a transfer that takes so long says what the link can do: a burst and the hops are little of it
-BULK = 1 << 16  # bytes from which a transfer counts for the rate
-FEWEST, MOST, ENOUGH_MS = 3, 9, 50.0  # turns of a size: as many as take so long
+BULK = 1 << 16  # bytes that are tried however short the time is: fewer say nothing of the rate
+FEWEST, MOST, ENOUGH_MS = 2, 7, 40.0  # turns of a size: as many as take so long
 
 Point = tuple[float, float, float]  # bytes on the link, ms of a sum, ms of a gather
 
@@ -43,23 +43,30 @@ def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 
     while n_bytes <= LARGEST:
         points.append((n_bytes, ring.usual_ms(n_bytes, gather=False), ring.usual_ms(n_bytes, gather=True)))
         longest = max(points[-1][1:])
-        if longest >= LONG_MS or ring.late(2 * GROWTH * longest):
+        if longest >= LONG_MS or (n_bytes >= BULK and ring.late(2 * GROWTH * longest)):
             break
         n_bytes *= GROWTH
     return network_of(world_size, points)
 
 
 def network_of(world_size: int, points: Sequence[Point]) -> Network:
-    """The latency of the smallest, the best rate of the larger ones, and how each differs from what these come to."""
+    """The latency of the smallest, the rate of the largest, and how each differs from what these come to."""
     hops = world_size - 1
     latency_ms = statistics.mean((points[0][1] / (2 * hops), points[0][2] / hops))
-    bulk = [point for point in points if point[0] >= BULK] or points[-1:]
-    plain = Network(world_size, max(n_bytes * 8 / 1e3 / min(took) for n_bytes, *took in bulk), latency_ms)
+    plain = Network(world_size, rate(points), latency_ms)
     curve = tuple(
         (float(n_bytes), summed / plain.collective_ms(n_bytes, False), gathered / plain.collective_ms(n_bytes, True))
         for n_bytes, summed, gathered in points
     )
     return Network(world_size, plain.mbit, latency_ms, curve)
+
+
+def rate(points: Sequence[Point]) -> float:
+    """Mbit/s of what the largest sum has more than the one before: without the hops, and without what a burst saved."""
+    n_bytes, took = points[-1][:2]
+    if len(points) > 1 and took > 2 * points[-2][1]:  # else it is not the bytes that take the time
+        n_bytes, took = n_bytes - points[-2][0], took - points[-2][1]
+    return n_bytes * 8 / 1e3 / took
 
 
 @dataclass
@@ -76,7 +83,7 @@ class _Ring:
         first = self.times(n_bytes, gather, 1)
         turns = min(MOST, max(FEWEST, round(ENOUGH_MS / first[0])))
         if self.late(turns * first[0]):
-            return first[0]
+            turns = FEWEST if n_bytes < BULK else 1
         return statistics.median(first + self.times(n_bytes, gather, turns - 1))
 
     def times(self, n_bytes: int, gather: bool, turns: int) -> list[float]:

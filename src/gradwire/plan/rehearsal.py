@@ -2,7 +2,8 @@
 
 1. Plain steps: forward, backward, after. DDP hands every bucket to a hook that gives it back at once.
 2. Recorded steps, if a method needs second moments: what they cost, and gradients with real moments. After each step
-   all methods encode and decode its gradients (costs.py), bucket by bucket.
+   methods encode and decode its gradients (costs.py), bucket by bucket: at first those whose messages follow what they
+   hold back, until they have settled, then all.
 3. Laps: step, encode and decode of one method, from one barrier to the next. Workers that share cores, or of which one
    is late, take longer together than each by itself; the times of 1 and 2 are scaled to what a lap takes.
 """
@@ -22,6 +23,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.compressors import Compressor
+from gradwire.compressors.base import needs_room
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.plan.costs import Dry, usual
@@ -33,8 +35,8 @@ from gradwire.train.team import Team
 
 WARM = 3  # steps: DDP has its final buckets from the second on
 PLAIN_STEPS, PLAIN_S = 20, 5.0
-DRY_STEPS, DRY_S = 60, 12.0  # a method that holds back comes to rest slowly
-LAST = 20  # dry steps that count
+SETTLE_STEPS, SETTLE_S = 60, 10.0  # what VGC sends comes to rest slowly
+DRY_STEPS, DRY_S = 15, 6.0
 LAPS, LAPS_S = 15, 2.0  # of each method
 LOOK = 5  # steps between two looks at the clock, which all workers take together
 Progress = Callable[[str, int, int], None]  # (what, step, of so many)
@@ -121,12 +123,15 @@ class Rehearsal:
             self._record()
         world, device = self.team.world, self.team.device
         dry = {spec: Dry(method, self.layouts, world, device, self._largest) for spec, method in methods}
+        settling = [one for one in dry.values() if needs_room(one.compressor)]
+        if settling:
+            self.several("settling", SETTLE_STEPS, SETTLE_S, lambda: self._send(settling, lean=True))
         recorded = self.several("dry run", DRY_STEPS, DRY_S, lambda: self._send(list(dry.values())))
         factor = max(1.0, self._slowest(recorded) / self._slowest(plain)) if self.recorder is not None else 1.0
         costs = {}
         for spec, method in methods:
             moments = factor if method.needs_moments else 1.0
-            costs[spec] = replace(self._agreed(dry[spec].cost(LAST)), spec=spec, moments=moments)
+            costs[spec] = replace(self._agreed(dry[spec].cost(len(recorded))), spec=spec, moments=moments)
         laps = {spec: self._lap(dry[spec]) for spec, method in methods if method.needs_moments}
         if self.recorder is not None:
             self.recorder.remove()
@@ -141,10 +146,10 @@ class Rehearsal:
             for slot in layout:
                 self.recorder.bind(slot.name, slot.of(moment))
 
-    def _send(self, methods: Sequence[Dry]) -> None:
+    def _send(self, methods: Sequence[Dry], lean: bool = False) -> None:
         """This step's gradients through every method."""
         for method in methods:
-            method.step(self.buffers, self.moments)
+            method.step(self.buffers, self.moments, lean)
 
     def _lap(self, method: Dry | None) -> float:
         """ms from barrier to barrier, of a step with this method's encode and decode in a thread; None: without."""

@@ -24,7 +24,7 @@ def draw(runs: Sequence[Run], files: Files, path: Path) -> str:
     try:
         import matplotlib
     except ImportError:
-        return "no picture: pip install matplotlib, then the same command draws it"
+        return "no picture: pip install gradwire[plots], then the same command draws it"
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "gradwire"  # or every run would make another file
     from matplotlib import pyplot
