@@ -38,8 +38,8 @@ def attach(
 ) -> Wire:
     """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
 
-    compressor: such as VGC(alpha=1.5), its spec ("vgc:alpha=1.5"), or "auto": measures the link and the steps, chooses
-    among Dense and `methods` (BF16 and VGC if nothing is said), says why, and chooses anew when the link changes.
+    compressor: such as VGC(alpha=1.5), or "auto": measures the link and the steps, chooses among Dense and `methods`
+    (BF16 and VGC if nothing is said; also by their specs, "vgc:alpha=1"), says why, and anew when the link changes.
     scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
     strict: refuse parameters whose second moment can only be estimated.
     batch_dim: the sample axis, or {module name: axis} where a part of the model has another one, None where it has
@@ -52,7 +52,7 @@ def attach(
         return _piloted(attach_link(model, Dense(), scaler, moments), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
-    return Wire(attach_link(model, _method(compressor), scaler, moments))
+    return Wire(attach_link(model, checked(compressor), scaler, moments))
 
 
 def _method(given: Compressor | str) -> Compressor:

@@ -84,7 +84,7 @@ class _Ring:
         turns = min(MOST, max(FEWEST, round(ENOUGH_MS / first[0])))
         if self.late(turns * first[0]):
             turns = FEWEST if n_bytes < BULK else 1
-        return statistics.median(first + self.times(n_bytes, gather, turns - 1))
+        return statistics.median(first + (self.times(n_bytes, gather, turns - 1) if turns > 1 else []))
 
     def times(self, n_bytes: int, gather: bool, turns: int) -> list[float]:
         """So many collectives that bring about so many bytes over every link; each begins on all ranks together."""

@@ -15,6 +15,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from gradwire.train.team import LAUNCHER
+
 TRACEBACK_LINES = 12
 
 # `python -m gradwire` for a worker that Ctrl-C ends silently, also in the seconds in which it imports torch. Ctrl-C
@@ -33,6 +35,7 @@ def launch(workers: int, arguments: list[str]) -> None:
     """Run `gradwire <arguments>` in `workers` processes, as `torchrun --standalone -m gradwire <arguments>` does."""
     threads = max(1, (os.cpu_count() or 1) // workers)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would warn and take 1
+    os.environ[LAUNCHER] = str(os.getpid())
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the error is shown once, below
     for name in list(logging.Logger.manager.loggerDict):
         if name.startswith("torch.distributed"):

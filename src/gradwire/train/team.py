@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from gradwire.train.errors import InputError
 
+LAUNCHER = "GRADWIRE_LAUNCHER"  # the pid of the process that has started a worker
+
 
 @dataclass(frozen=True)
 class Team:

@@ -17,7 +17,7 @@ from gradwire.train.errors import InputError
 from gradwire.train.loop import Trainer
 from gradwire.train.progress import make_reporter
 from gradwire.train.settings import Plan
-from gradwire.train.team import joined
+from gradwire.train.team import LAUNCHER, joined
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WATCH_SECONDS = 0.5
@@ -64,9 +64,10 @@ def write_results(trainer: Trainer) -> None:
 def die_with_launcher() -> None:
     """End this process soon after its parent, even inside a collective: torchrun's workers survive a killed torchrun.
 
-    They would go on writing into the folder that the user resumes from.
+    They would go on writing into the folder that the user resumes from. The launcher says who it is, because it may be
+    gone before anybody looks; torchrun does not.
     """
-    parent = os.getppid()
+    parent = int(os.environ.pop(LAUNCHER, os.getppid()))
 
     def watch() -> None:
         while os.getppid() == parent:
