@@ -160,7 +160,7 @@ class Dry:
         return min(self.world_size, MESSAGES) if self.kind == "gather" else 1
 
     def step(self, gradients: Buckets, moments: Buckets, lean: bool = False) -> None:
-        """A flat float32 tensor a bucket; they are not changed. lean: nothing that a training would not do."""
+        """A flat float32 tensor a bucket. lean: nothing that a training would not do, else they are not changed."""
         run = {"sum": self._cast, "rounds": self._converse, "gather": self._gather}[self.kind]
         room = needs_room(self.compressor)
         plan = self.capacity.plan(self.compressor.words, asked(self.compressor)[0]) if room else Plan(dense=False)
@@ -168,7 +168,7 @@ class Dry:
         for layout, state, gradient, moment in zip(self.layouts, self.states, gradients, moments, strict=True):
             rooms = self.capacity.of(layout, plan) if room else ()
             context = Context(layout, self.number, rooms, None, self.world_size, plan.dense, density=plan.density)
-            run(gradient.clone(), moment, state, context, self.times[-1], lean)
+            run(gradient if lean else gradient.clone(), moment, state, context, self.times[-1], lean)
         if room:
             self.capacity.end_step(plan)
         self.number += 1

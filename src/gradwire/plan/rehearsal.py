@@ -11,7 +11,7 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count
@@ -37,7 +37,8 @@ WARM = 3  # steps: DDP has its final buckets from the second on
 PLAIN_STEPS, PLAIN_S = 20, 5.0
 SETTLE_STEPS, SETTLE_S = 60, 10.0  # what VGC sends comes to rest slowly
 DRY_STEPS, DRY_S = 15, 6.0
-LAPS, LAPS_S = 15, 2.0  # of each method
+LAPS, LAPS_S = 20, 2.0  # of each method
+PLAIN = ""  # in the place of a method: none
 LOOK = 5  # steps between two looks at the clock, which all workers take together
 Progress = Callable[[str, int, int], None]  # (what, step, of so many)
 
@@ -132,12 +133,12 @@ class Rehearsal:
         for spec, method in methods:
             moments = factor if method.needs_moments else 1.0
             costs[spec] = replace(self._agreed(dry[spec].cost(len(recorded))), spec=spec, moments=moments)
-        laps = {spec: self._lap(dry[spec]) for spec, method in methods if method.needs_moments}
+        laps = self._laps({spec: dry[spec] for spec, method in methods if method.needs_moments})
         if self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
-        laps |= {spec: self._lap(dry[spec]) for spec, method in methods if not method.needs_moments}
-        return crowded(work, costs, world, laps, self._lap(None), self._meeting_ms())
+        laps |= self._laps({PLAIN: None, **{spec: dry[spec] for spec, method in methods if not method.needs_moments}})
+        return crowded(work, costs, world, laps, laps[PLAIN], self._meeting_ms())
 
     def _record(self) -> None:
         """As a link does: moments go to flat tensors, bucket by bucket."""
@@ -149,28 +150,37 @@ class Rehearsal:
     def _send(self, methods: Sequence[Dry], lean: bool = False) -> None:
         """This step's gradients through every method."""
         for method in methods:
-            method.step(self.buffers, self.moments, lean)
+            method.step([buffer.clone() for buffer in self.buffers] if lean else self.buffers, self.moments, lean)
+
+    def _laps(self, methods: Mapping[str, Dry | None]) -> dict[str, float]:
+        """ms of a lap by method; they take turns, so that what disturbs one disturbs all."""
+        took: dict[str, list[float]] = {spec: [] for spec in methods}
+        for method in methods.values():
+            if method is not None:
+                method.largest = list  # a meeting of its own would count as work
+        begin = time.perf_counter()
+        for number in range(1 + LAPS if methods else 0):
+            for spec, method in methods.items():
+                took[spec].append(self._lap(method))
+            self.progress("laps", number + 1, 1 + LAPS)
+            late = number > WARM and time.perf_counter() - begin > LAPS_S * len(methods)
+            if self.team.tell(int(late))[0]:  # rank 0 says it for all
+                break
+        own = torch.tensor([statistics.median(times[1:]) for times in took.values()], dtype=torch.float64)
+        slowest = self.team.gather(own).amax(0).tolist() if methods else []
+        return dict(zip(methods, slowest, strict=True))
 
     def _lap(self, method: Dry | None) -> float:
-        """ms from barrier to barrier, of a step with this method's encode and decode in a thread; None: without."""
-        took: list[float] = []
-        while not self._enough(took):
-            self.team.barrier()
-            begin = self._now()
-            self.step()
-            if method is not None and method.kind == "sum":
-                method.step(self.buffers, self.moments, lean=True)
-            elif method is not None:
-                self.pool.submit(method.step, self.buffers, self.moments, lean=True).result()
-            self.team.barrier()
-            took.append(self._now() - begin)
-            self.progress("laps", len(took), LAPS)
-        return float(self.team.gather(torch.tensor([statistics.median(took[1:])], dtype=torch.float64)).max())
-
-    def _enough(self, took: Sequence[float]) -> bool:
-        """Rank 0 says it for all."""
-        done = len(took) >= LAPS or (len(took) > WARM and sum(took) > 1e3 * LAPS_S)
-        return bool(self.team.tell(int(done))[0])
+        """From barrier to barrier, a step with this method's encode and decode in a thread; None: without."""
+        self.team.barrier()
+        begin = self._now()
+        self.step()
+        if method is not None and method.kind == "sum":
+            method.step(self.buffers, self.moments, lean=True)
+        elif method is not None:
+            self.pool.submit(method.step, self.buffers, self.moments, lean=True).result()
+        self.team.barrier()
+        return self._now() - begin
 
     def _meeting_ms(self) -> float:
         """A lap without anything."""
