@@ -33,6 +33,7 @@ SUITES = {
         "overlap_gpu",
         "simulate_gpu",
     ),
+    "links": ("auto_links",),
 }
 COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")
 Row = dict[str, Any]
@@ -125,6 +126,12 @@ def gpu(only: list[str] = typer.Argument(None), out: Path = RESULTS / "gpu.csv")
     if not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device here; `python -m benchmarks cpu` needs none")
     run("gpu", only or [], out)
+
+
+@app.command()
+def links(only: list[str] = typer.Argument(None), out: Path = RESULTS / "links.csv") -> None:  # noqa: B008
+    """Between hosts of a lab on this machine; needs root, and nothing else running."""
+    run("links", only or [], out)
 
 
 @app.command()
