@@ -1,6 +1,7 @@
 """The committed results of the experiments in this folder; `python -m experiments` makes docs/results.md of them.
 
-A study is one experiment with one optimizer. A setting is a method with a learning rate in it, and has a run a seed.
+A study is one experiment with one optimizer. A variant is a method, and how its density falls; a setting is a variant
+with a learning rate, and has a run a seed.
 Only finished runs are read: those with a row for every epoch of the TOML.
 """
 
@@ -68,6 +69,10 @@ class History:
         return 1 / share if share else math.inf
 
 
+def variant(method: str, front: float) -> str:
+    return f"{method} front={front:g}" if front else method
+
+
 @dataclass(frozen=True)
 class Setting:
     """Every figure is the median over the seeds that have finished."""
@@ -75,10 +80,15 @@ class Setting:
     method: str
     rate: float
     histories: tuple[History, ...]
+    front: float = 0.0
+
+    @property
+    def variant(self) -> str:
+        return variant(self.method, self.front)
 
     @property
     def name(self) -> str:
-        return self.method if self.rate == 1 else f"{self.method} x{self.rate:g}"
+        return self.variant if self.rate == 1 else f"{self.variant} x{self.rate:g}"
 
     @property
     def kind(self) -> str:
@@ -115,9 +125,13 @@ class Setting:
         return 4 * self.parameters / self.n_bytes if self.n_bytes else math.inf
 
     @property
-    def time_ms(self) -> float:
-        """A step of the median epoch: the first one compiles and captures."""
-        return self.typical("ms_a_step", median)
+    def train_loss(self) -> float:
+        return self.typical("train_loss", lambda epochs: epochs[-1])
+
+    @property
+    def delay(self) -> float:
+        """Steps that an element waits, in the median epoch."""
+        return self.typical("delay", median)
 
     def typical(self, column: str, of_epochs: Callable[[list[float]], float]) -> float:
         return median(of_epochs(history.column(column)) for history in self.histories)
@@ -136,9 +150,9 @@ class Study:
 
     @property
     def best(self) -> list[Setting]:
-        """Of every method the learning rate with the best score, by the test data, which flatters all of them alike."""
-        methods = dict.fromkeys(setting.method for setting in self.settings)
-        rates = ([setting for setting in self.settings if setting.method == method] for method in methods)
+        """Of every variant the learning rate with the best score, by the test data, which flatters all alike."""
+        variants = dict.fromkeys(setting.variant for setting in self.settings)
+        rates = ([setting for setting in self.settings if setting.variant == variant] for variant in variants)
         return [max(found, key=lambda setting: self.score.sign * setting.score) for found in rates]
 
     @property
@@ -165,10 +179,10 @@ class Results:
 
     def _settings(self, optimizer: str) -> tuple[Setting, ...]:
         found = []
-        for method, rate in itertools.product(self.plan.methods, self.plan.rates):
-            runs = (spec.Run(optimizer, method, rate, seed) for seed in self.plan.seeds)
+        for method, front, rate in itertools.product(self.plan.methods, self.plan.fronts, self.plan.rates):
+            runs = (spec.Run(optimizer, method, rate, seed, front) for seed in self.plan.seeds)
             if histories := tuple(self.finished[run] for run in runs if run in self.finished):
-                found.append(Setting(method, rate, histories))
+                found.append(Setting(method, rate, histories, front))
         return tuple(found)
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from experiments import History, Results, Score, Setting, Study
+from experiments import History, Results, Score, Setting, Study, variant
 from gradwire.experiment.results import Table
 from gradwire.experiment.spec import Experiment
 from gradwire.train.cifar10 import make_network
@@ -65,17 +65,18 @@ def lighter(color: str) -> tuple[str, ...]:
 
 
 def styles(every: Iterable[Results]) -> dict[str, Style]:
-    """Of all methods that any TOML names, run or not: a run that is added changes no other's colour."""
+    """Of all variants that any TOML names, run or not: a run that is added changes no other's colour."""
     families: dict[str, list[str]] = {}
-    for method in dict.fromkeys(method for results in every for method in results.plan.methods):
-        families.setdefault(family(method), []).append(method)
+    named = [(run.front, run.method) for results in every for run in results.plan.runs]
+    for front, method in dict.fromkeys(sorted(named, key=lambda pair: pair[0])):
+        families.setdefault(family(method), []).append(variant(method, front))
     unnamed = [name for name in families if name not in SHADES]
     found = {}
-    for place, (name, methods) in enumerate(families.items()):
+    for place, (name, members) in enumerate(families.items()):
         shades = SHADES[name] if name in SHADES else lighter(OTHERS[unnamed.index(name) % len(OTHERS)])
-        for number, method in enumerate(methods):
+        for number, member in enumerate(members):
             color, dash = shades[number % len(shades)], DASHES[number % len(DASHES)]
-            found[method] = Style(color, dash, MARKERS[place % len(MARKERS)])
+            found[member] = Style(color, dash, MARKERS[place % len(MARKERS)])
     return found
 
 
@@ -202,7 +203,7 @@ def draw_scores(study: Study, looks: dict[str, Style]) -> Figure:
     figure, every = canvas(len(groups), 4.2)
     for axes, group in zip(every, groups, strict=True):
         for setting in group:
-            draw_line(axes, setting, looks[setting.method], lambda history: history.scores)
+            draw_line(axes, setting, looks[setting.variant], lambda history: history.scores)
         up_is_better(axes, study.score)
         axes.set_xlabel("epoch")
         beside(axes)
@@ -214,7 +215,7 @@ def draw_ratios(settings: Sequence[Setting], looks: dict[str, Style]) -> Figure:
     figure, every = canvas(len(groups), 3.6)
     for axes, group in zip(every, groups, strict=True):
         for setting in group:
-            draw_line(axes, setting, looks[setting.method], lambda history: history.column("ratio"))
+            draw_line(axes, setting, looks[setting.variant], lambda history: history.column("ratio"))
         axes.set_yscale("log")
         axes.set(xlabel="epoch", ylabel="ratio (none where nothing was sent)")
         axes.grid(alpha=0.3)
@@ -227,17 +228,17 @@ def draw_bytes(results: Results, looks: dict[str, Style]) -> Figure:
     figure, every = canvas(len(results.studies), 5.0, columns=2)
     for axes, study in zip(every, results.studies, strict=True):
         for setting in study.best:
-            style, score = looks[setting.method], setting.score
+            style, score = looks[setting.variant], setting.score
             if math.isfinite(score):
                 seen = [one for one in setting.scores if math.isfinite(one)]
                 spread = [[score - min(seen)], [max(seen) - score]]
-                look = {"fmt": style.marker, "color": style.color, "label": setting.method}
+                look = {"fmt": style.marker, "color": style.color, "label": setting.variant}
                 axes.errorbar([setting.n_bytes], [score], yerr=spread, **look)  # type: ignore[arg-type]
         axes.set_xscale("log")
         axes.set(xlabel="bytes a step, as sent by one worker", title=f"{results.name}, {study.optimizer}")
         up_is_better(axes, study.score)
     handles = {label: handle for axes in every for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    names = [method for method in results.plan.methods if method in handles]
+    names = [name for name in looks if name in handles]
     figure.legend([handles[name] for name in names], names, fontsize=8, loc="outside right upper", frameon=False)
     return figure
 
@@ -249,7 +250,7 @@ def draw_layers(settings: Sequence[Setting], sizes: Sizes, looks: dict[str, Styl
     matrices = [place for place, (_, matrix) in enumerate(sizes.values()) if matrix]
     vectors = [place for place in range(len(sizes)) if place not in matrices]
     for axes, setting in zip(every, settings, strict=True):
-        layers, color = setting.histories[0].layers, looks[setting.method].color
+        layers, color = setting.histories[0].layers, looks[setting.variant].color
         for row, dash, alpha in zip(_three(layers), (":", "--", "-"), (0.35, 0.65, 1.0), strict=True):
             ratios = [_ratio(size, float(row[name])) for name, (size, _) in sizes.items()]
             look: dict[str, Any] = {"color": color, "alpha": alpha, "markersize": 3}

@@ -6,7 +6,8 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from experiments import Results, Setting, Study
+from experiments import Results, Setting, Study, variant
+from gradwire.experiment.spec import Experiment, Run
 from gradwire.train import tasks
 
 WORDS = ("vgc", "strom")  # what the paper sends in 32 bits an element
@@ -33,19 +34,20 @@ def seeds(count: int) -> str:
 
 
 def table(study: Study) -> str:
-    """A row a method and learning rate; of several rates the best in bold."""
+    """A row a variant and learning rate; of several rates the best in bold."""
     score = study.score
     head = (
         "method",
         "seeds",
         f"{score.title}, last epoch",
         f"to Dense, {score.points}",
+        "train loss, last epoch",
+        "steps held back",
         "ratio, whole run",
         "ratio, last epoch",
         "kB a step in the paper's words",
         "kB a step as sent",
         "times fewer than float32",
-        "ms a step",
     )
     rows = [head, ["---"] + ["---:"] * (len(head) - 1), *(_row(study, setting) for setting in study.settings)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
@@ -63,12 +65,13 @@ def _row(study: Study, setting: Setting) -> list[str]:
         str(len(setting.scores)),
         seen,
         f"{apart:+.{score.digits}f}" if math.isfinite(apart) and setting is not study.dense else "-",
+        f"{setting.train_loss:.3f}",
+        number(setting.delay) if setting.delay else "-",
         number(setting.ratio),
         number(setting.last_ratio),
         kilobytes(4 * setting.parameters / setting.ratio) if setting.kind in WORDS else "-",
         kilobytes(setting.n_bytes),
         number(setting.times_fewer),
-        f"{setting.time_ms:.1f}",
     ]
 
 
@@ -155,15 +158,29 @@ def _missing(results: Results) -> list[str]:
     plan, found = results.plan, []
     for optimizer in plan.optimizers:
         left = [run for run in results.missing if run.optimizer == optimizer]
-        names = []
-        for method, rate in itertools.product(plan.methods, plan.rates):
-            numbers = [run.seed for run in left if (run.method, run.rate) == (method, rate)]
-            if numbers:
-                names.append(f"`{Setting(method, rate, ()).name}`{_seeds(numbers, len(plan.seeds))}")
+        whole = len(left) == len(plan.runs) // len(plan.optimizers)
+        pairs = itertools.product(plan.methods, plan.fronts)
+        names = [
+            name for pair in pairs for name in _missing_rates(plan, [r for r in left if (r.method, r.front) == pair])
+        ]
         if left:
-            whole = len(left) == len(plan.runs) // len(plan.optimizers)
             found.append(f"{optimizer}: {'all' if whole else ', '.join(names)}")
     return found
+
+
+def _missing_rates(plan: Experiment, left: list[Run]) -> list[str]:
+    """Of one variant: its name alone where none of several learning rates has run."""
+    if not left:
+        return []
+    method, front = left[0].method, left[0].front
+    if len(plan.rates) > 1 and len(left) == len(plan.rates) * len(plan.seeds):
+        return [f"`{variant(method, front)}` at every rate"]
+    numbers = {rate: [run.seed for run in left if run.rate == rate] for rate in plan.rates}
+    return [
+        f"`{Setting(method, rate, (), front).name}`{_seeds(seeds, len(plan.seeds))}"
+        for rate, seeds in numbers.items()
+        if seeds
+    ]
 
 
 def _seeds(numbers: list[int], every: int) -> str:

@@ -43,7 +43,8 @@ def put(folder, name, scores, ratios, n_bytes, column="test_accuracy"):
             "ratio": ratio,
             "bytes_a_step": sent,
             "dense_bytes_a_step": 4 * PARAMETERS,
-            "ms_a_step": 10.0 * epoch,
+            "train_loss": 1.0 / epoch,
+            "delay": 10.0 * epoch * (ratio > 1),
             "commit": "abc",
             "torch": "2",
             "hardware": "a machine",
@@ -108,14 +109,14 @@ def test_a_table_has_medians_ranges_and_the_ratio_of_the_whole_run(made_up):
     (study,) = results.studies
     rows = cells(tables.table(study))
     assert list(rows) == ["`dense`", "`vgc:alpha=1`", "`vgc:alpha=2`", "`qsgd:bits=4`"]
-    assert rows["`dense`"] == ["3", "88.00 % (80.00 to 90.00)", "-", "1.0", "1.0", "-", "4.0", "1.0", "15.0"]
+    assert rows["`dense`"] == ["3", "88.00 % (80.00 to 90.00)", "-", "0.500", "-", "1.0", "1.0", "-", "4.0", "1.0"]
     # seed 0: 1 / mean(1/10, 1/40) = 16; seed 1: 1 / mean(0, 1/50) = 100; 150 and 54 bytes a step
     words, sent = f"{4 * PARAMETERS / 58 / 1000:.1f}", "0.1"
     assert study.settings[1].n_bytes == 102
-    expected = ["2", "85.50 % (85.00 to 86.00)", "-2.50", "58.0", "45.0", words, sent, "39.2", "15.0"]
+    expected = ["2", "85.50 % (85.00 to 86.00)", "-2.50", "0.500", "15.0", "58.0", "45.0", words, sent, "39.2"]
     assert rows["`vgc:alpha=1`"] == expected
-    assert rows["`vgc:alpha=2`"][2:6] == ["-78.00", "∞", "∞", "0.0"]
-    assert rows["`qsgd:bits=4`"][2:6] == ["+1.00", "1.0", "1.0", "-"]
+    assert rows["`vgc:alpha=2`"][2:7] == ["-78.00", "0.500", "15.0", "∞", "∞"]
+    assert rows["`qsgd:bits=4`"][2:8] == ["+1.00", "0.500", "-", "1.0", "1.0", "-"]
 
 
 def test_harmonic_means_count_no_elements_where_nothing_was_sent(made_up):
@@ -152,6 +153,24 @@ def test_fewer_bits_per_byte_are_better_and_every_method_has_its_best_learning_r
     said = tables.summary(every)
     assert "worse than Dense in 0 of the 1 settings" in said
     assert "VGC gains: `vgc:alpha=1 x0.5` 0.2500 bits (2.0000 bits, ratio 2.0)." in said
+
+
+def test_a_falling_density_is_a_row_of_its_own_and_its_missing_rates_are_named(tmp_path):
+    plan = TUNED.replace('"vgc:alpha=1"', '"vgc:density=0.1"').replace("rates =", "fronts = [0, 3]\nrates =")
+    (tmp_path / "tuned.toml").write_text(plan, encoding="utf-8")
+    for name in ("dense", "vgc-density-0.1", "vgc-density-0.1-front3-x0.5"):
+        put(tmp_path / "results" / "tuned", f"sgd-{name}-seed0", [2.0], [2], [1000], column="bits_per_byte")
+    every = load(tmp_path)
+    rows = cells(tables.table(every[0].studies[0]))
+    assert list(rows) == ["`dense`", "`vgc:density=0.1`", "`vgc:density=0.1 front=3 x0.5`"]
+    assert "3 of 6 runs" in tables.runs(every)
+    assert "`dense x0.5`, `vgc:density=0.1 x0.5`, `vgc:density=0.1 front=3`." in tables.runs(every)
+
+
+def test_a_variant_without_a_run_at_any_rate_is_named_once(tuned):
+    for path in (tuned / "results" / "tuned").glob("sgd-vgc*"):
+        path.unlink()
+    assert "Not run: sgd: `vgc:alpha=1` at every rate." in tables.runs(load(tuned))
 
 
 def test_nothing_run_is_no_error(tmp_path):
