@@ -31,8 +31,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 # Files of more than ten seconds, longest first: with one of them last, a process would have nothing to do meanwhile.
 LONG = (
-    *("train_command", "train_resume", "triton", "workers", "train_orphans", "ddp", "checkpoint", "refusals"),
-    *("methods_command", "compile", "density", "triton_largest", "compile_layers"),
+    *("train_command", "train_resume", "train_orphans", "workers", "ddp", "triton", "plan_command", "checkpoint"),
+    *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "auto"),
 )
 
 

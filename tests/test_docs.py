@@ -60,6 +60,11 @@ def test_the_page_of_performance_shows_what_the_csvs_hold():
     assert text == report.render(text), "python -m benchmarks docs"
 
 
+def test_the_page_of_links_shows_what_the_csv_holds():
+    text = report.LINKS_PAGE.read_text(encoding="utf-8")
+    assert text == report.render(text, [report.LINKS]), "python -m benchmarks docs"
+
+
 def test_the_page_of_methods_shows_what_the_csv_holds_and_names_every_method():
     text = report.METHODS_PAGE.read_text(encoding="utf-8")
     assert text == report.render_methods(text), "python -m benchmarks docs"

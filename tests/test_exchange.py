@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import VGC
-from gradwire.exchange import Courier, Flight, courier_of
+from gradwire.exchange import DIRECT_BYTES, Courier, Flight, courier_of
 
 
 class Slow(torch.autograd.Function):
@@ -108,6 +109,23 @@ def test_a_bucket_is_sent_while_the_one_before_is_on_its_way(spawn):
             on_their_way += 1 if what == "sent" else -1
             most = max(most, on_their_way)
         assert most >= 2
+
+
+def gathered_together(sizes):
+    """Messages of several sizes, all on their way before the first is waited for."""
+    courier = courier_of(dist.group.WORLD)
+    rank = dist.get_rank()
+    flights = [courier.gather(torch.full((size,), 100 * number + rank)) for number, size in enumerate(sizes)]
+    return [flight.wait() for flight in flights]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_every_rank_has_every_message(spawn, workers):
+    limit = DIRECT_BYTES // 8
+    sizes = [1, limit, limit + 1, 3, 3, limit + 1, limit]  # straight and over the ring in turn
+    for rows in spawn(workers, gathered_together, sizes):
+        for number, (size, found) in enumerate(zip(sizes, rows, strict=True)):
+            assert torch.equal(found, (100 * number + torch.arange(workers))[:, None].expand(-1, size))
 
 
 def in_a_subgroup():

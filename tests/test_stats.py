@@ -17,7 +17,7 @@ from gradwire.layout import Layout
 
 def spied(compressor, n_steps):
     """Counts the bytes of every collective on its way through, and the decoded elements."""
-    real_gather, real_reduce, handed = exchange.all_gather, dist.all_reduce, []
+    real_gather, real_reduce, handed = exchange.begin_gather, dist.all_reduce, []
 
     def gather(out, tensor, *args, **kwargs):
         handed.append(tensor.numel() * tensor.element_size())
@@ -29,11 +29,11 @@ def spied(compressor, n_steps):
 
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, compressor)
-    exchange.all_gather, dist.all_reduce = gather, reduce
+    exchange.begin_gather, dist.all_reduce = gather, reduce
     try:
         list(scenes.train(model, range(n_steps), scenes.sgd(model)))
     finally:
-        exchange.all_gather, dist.all_reduce = real_gather, real_reduce
+        exchange.begin_gather, dist.all_reduce = real_gather, real_reduce
     return wire.stats(), sum(handed), sum(p.numel() for p in model.parameters())
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor, nn
 
 from gradwire.arithmetic.quota import Quota
 from gradwire.kernels.interface import CHUNK
@@ -83,6 +85,14 @@ class Capacity:
     passed: dict[str, int] = field(default_factory=dict)
     since_dense: int = REST
     _found: tuple[tuple[Words, int], float] | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of_model(cls, root: nn.Module, parameters: Mapping[str, Tensor], world_size: int) -> Capacity:
+        """root: says how large its buckets are, if it is DDP's; else every tensor may be one."""
+        n_bytes = sum(p.numel() * p.element_size() for p in parameters.values())
+        limit = int(min([getattr(root, "bucket_bytes_cap", 1), *getattr(root, "bucket_bytes_cap_list", ())]))
+        buckets = most_buckets(n_bytes, len({p.dtype for p in parameters.values()}), limit)
+        return cls(n_bytes, world_size, {name: p.numel() for name, p in parameters.items()}, buckets)
 
     def plan(self, words: Words, budget: int | None = None) -> Plan:
         """The next step's decision, the same on every rank. budget: bytes that one worker's messages may have."""

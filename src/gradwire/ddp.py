@@ -1,4 +1,4 @@
-"""The adapter: the only file that knows DistributedDataParallel. `attach`, and buckets <-> parameters."""
+"""The adapter: with plain.py the only file that knows DistributedDataParallel. `attach`, buckets <-> parameters."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import weakref
@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.compressors.base import Compressor
 from gradwire.errors import AttachError, GradwireError
 from gradwire.link import Link
+from gradwire.plain import Plain
 
 _switches: weakref.WeakKeyDictionary[DistributedDataParallel, "Switch"] = weakref.WeakKeyDictionary()
 
@@ -23,6 +24,14 @@ class Switch:
     def __init__(self, model: DistributedDataParallel | None = None, link: Link | None = None) -> None:
         self.model: Callable[[], DistributedDataParallel | None] = weakref.ref(model) if model else lambda: None
         self.link = link
+
+    def register(self) -> None:
+        model = self.model()
+        assert model is not None  # who asks for it holds it
+        try:
+            model.register_comm_hook(self, _hook)
+        except RuntimeError as error:
+            raise AttachError(f"DDP refuses a communication hook: {error}. Does the model have another one?") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled DDP model lists its hook and is not attached."""
@@ -48,8 +57,13 @@ def named_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
 
 
-def attach_link(model: nn.Module, compressor: Compressor, scaler: Any, moments: dict[str, Any]) -> Link:
-    """Checks the model and puts a link between it and its process group. A model that is refused stays plain DDP."""
+def attach_link(
+    model: nn.Module, compressor: Compressor, scaler: Any, moments: dict[str, Any], lazily: bool = False
+) -> Link:
+    """Checks the model and puts a link between it and its process group. A model that is refused stays plain DDP.
+
+    lazily: Dense is left to DDP itself, until another method is used.
+    """
     model = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(model, DistributedDataParallel):
         raise AttachError(
@@ -61,26 +75,29 @@ def attach_link(model: nn.Module, compressor: Compressor, scaler: Any, moments: 
         raise AttachError("this model is attached already: set wire.compressor = ..., or wire.detach() it first")
     _check_parameters(model)
     if switch is None or switch.link is None:
-        link = Link(model, model.process_group, named_parameters(model), scaler, moments)
+        switch = _unhooked(model, scaler, moments)
     else:
-        link = switch.link
-        link.reopen(scaler, moments)
+        switch.link.reopen(scaler, moments)
+    link = switch.link
+    assert link is not None
     try:
         link.use(compressor)
-        if switch is None:
-            _switches[model] = _register(model, link)
+        if not lazily:
+            link.hook_up()
     except BaseException:
         link.close()
         raise
+    _switches[model] = switch
     return link
 
 
-def _register(model: DistributedDataParallel, link: Link) -> "Switch":
+def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> "Switch":
+    """A link beside the model; `register` puts it in between."""
+    if other := model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        raise AttachError(f"DDP takes one communication hook, and the model has another one: {other}")
+    link = Link(model, model.process_group, named_parameters(model), scaler, moments)
     switch = Switch(model, link)
-    try:
-        model.register_comm_hook(switch, _hook)
-    except RuntimeError as error:
-        raise AttachError(f"DDP refuses a communication hook: {error}. Does the model have another one?") from error
+    link.plain = Plain(model, link.parameters, switch.register)
     return switch
 
 

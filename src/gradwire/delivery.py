@@ -20,6 +20,7 @@ from gradwire.compressors.base import (
     Rounds,
     State,
     Stateful,
+    is_rounds,
     needs_room,
     said_by,
     tensors,
@@ -67,7 +68,7 @@ class Delivery:
         step.parcels.append(parcel)
 
         def send() -> None:
-            if isinstance(compressor, Rounds):
+            if is_rounds(compressor):
                 # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
                 self._converse(compressor, step, parcel)
                 self._arrived(step, parcel)

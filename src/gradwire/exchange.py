@@ -23,6 +23,7 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gat
 
 Work = queue.SimpleQueue[Callable[[], None] | None]
 
+DIRECT_BYTES = 8 << 10  # of a message: what is larger goes over Gloo's ring
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
 
 
@@ -38,6 +39,34 @@ class Flight:
         """Every rank's message, [W, words]."""
         self._work.wait()
         return self._out
+
+
+@dataclass
+class _All:
+    """Several pieces of work as one."""
+
+    works: list[Any]
+
+    def wait(self) -> None:
+        while self.works:  # each once: Gloo would wait for a second message
+            self.works.pop().wait()
+
+
+def begin_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
+    """Begins an all-gather of `own` into `out`; the result's `wait()` ends it.
+
+    Gloo has a ring, whose last message comes after W - 1 hops. Small messages go straight to every rank instead, to
+    the next one first, so that no two ranks send to the same: as many bytes on every link, and one hop. Of large ones
+    several arrive at a rank at once all the same, and wait for each other longer than on the ring.
+    """
+    if dist.get_backend(group) != "gloo" or own.nbytes > DIRECT_BYTES:
+        return all_gather(out, own, group=group, async_op=True)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    rows = out.view(world_size, -1)
+    rows[rank] = own
+    nexts = [(rank + hop) % world_size for hop in range(1, world_size)]
+    works = [dist.irecv(rows[other], group=group, group_src=other) for other in reversed(nexts)]
+    return _All(works + [dist.isend(own, group=group, group_dst=other) for other in nexts])
 
 
 class Courier:
@@ -70,8 +99,7 @@ class Courier:
     def gather(self, message: Tensor) -> Flight:
         """Sends this rank's message and asks for all others'; called from the courier's own thread."""
         out = message.new_empty(self.world_size * message.numel())
-        work = all_gather(out, message, group=self.group, async_op=True)
-        return Flight(message, out.view(self.world_size, -1), work)
+        return Flight(message, out.view(self.world_size, -1), begin_gather(out, message, self.group))
 
     def sum(self, tensor: Tensor) -> Flight:
         """tensor = its sum over the ranks; called from the courier's own thread."""

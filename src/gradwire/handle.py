@@ -49,7 +49,7 @@ def attach(
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
     if compressor == AUTO:
         allowed = [_method(one) for one in (methods if methods is not None else (BF16(), VGC()))]
-        return _piloted(attach_link(model, Dense(), scaler, moments), allowed)
+        return _piloted(attach_link(model, Dense(), scaler, moments, lazily=True), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
     return Wire(attach_link(model, checked(compressor), scaler, moments))

@@ -15,8 +15,8 @@ from torch.futures import Future
 import gradwire
 from gradwire import stepping
 from gradwire.budget import Budget, check
-from gradwire.capacity import Capacity, Plan, most_buckets
-from gradwire.compressors.base import Compressor, Gather, Sum, checked, holds_back, needs_room
+from gradwire.capacity import Capacity, Plan
+from gradwire.compressors.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
 from gradwire.compressors.dense import Dense
 from gradwire.delivery import Delivery
 from gradwire.errors import GradwireError
@@ -25,6 +25,7 @@ from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
 from gradwire.parcels import Parcel, Step, recorded_event
+from gradwire.plain import Plain
 from gradwire.stats import Meter
 from gradwire.store import Store
 from gradwire.sums import Small, summed
@@ -69,14 +70,12 @@ class Link:
         self.unused = Unused(getattr(root, "find_unused_parameters", False))
         self.store = Store(self._bind)
         self.meter = Meter(self.n_parameters, self.device)
-        n_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        numels = {name: p.numel() for name, p in self.parameters.items()}
-        buckets = most_buckets(n_bytes, len({p.dtype for p in self.parameters.values()}), _bucket_limit(root))
-        self.capacity = Capacity(n_bytes, self.world_size, numels, buckets)
+        self.capacity = Capacity.of_model(root, self.parameters, self.world_size)
         self.budget = Budget(self.world_size)
         self.steps = 0
         self.attached = True
         self.on_step: list[Callable[[], None]] = []
+        self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
         self._small: Small | None = None
@@ -100,13 +99,21 @@ class Link:
         recorder, delivery = self.recorder, self._delivery
         if compressor.needs_moments and recorder is None:
             recorder = self._record()
-        if not isinstance(compressor, Sum) and delivery is None:
+        if not is_sum(compressor) and delivery is None:
             delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
+        if not isinstance(compressor, Dense):
+            self.hook_up()
         self.recorder, self._delivery, self._small = recorder, delivery, small  # nothing can fail from here on
         if not holds_back(compressor) and holds_back(self._compressor) and self.store.residuals():
             self._next = compressor
         else:
             self._install(compressor)
+
+    def hook_up(self) -> None:
+        """Every bucket comes here from now on."""
+        if self.plain is not None:
+            self.plain.hook_up()
+            self.plain = None
 
     def _record(self) -> Recorder:
         root = self._root()
@@ -132,7 +139,7 @@ class Link:
     def close(self) -> None:
         """After an attach that failed: forwards and hooks as they were."""
         self.attached = False
-        if self._next is None and self.recorder is not None and isinstance(self._compressor, Sum):
+        if self._next is None and self.recorder is not None and is_sum(self._compressor):
             self.recorder.remove()
             self.recorder = None
 
@@ -167,7 +174,7 @@ class Link:
         layout = self._layout(bucket)
         if self.clock is not None:
             self.clock.ready(layout)
-        if isinstance(self._compressor, Sum):
+        if is_sum(self._compressor):
             future = self._sum(bucket.buffer(), layout, self._compressor)
             self._count_sum(layout)
             return future
@@ -190,10 +197,10 @@ class Link:
         return parcel.future.then(lambda future: future.wait())
 
     def _begin_step(self) -> None:
-        plan = Plan(dense=isinstance(self._compressor, Sum) or self._next is not None)
-        if not isinstance(self._compressor, Sum):
+        plan = Plan(dense=is_sum(self._compressor) or self._next is not None)
+        if not is_sum(self._compressor):
             self._check_begin()
-            if isinstance(self._compressor, Gather) and self._compressor.needs_room and self._next is None:
+            if is_gather(self._compressor) and self._compressor.needs_room and self._next is None:
                 plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes)
         self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
 
@@ -209,14 +216,14 @@ class Link:
 
     def capture(self, sample: Sequence[Tensor]) -> None:
         """The model's forward and backward as CUDA graphs from now on."""
-        root = self._root()
         if self.device.type != "cuda":
             raise GradwireError(f"capture makes CUDA graphs, and this model is on {self.device}")
         if self.recorder is None:
             raise GradwireError(
                 f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
             )
-        assert isinstance(root, nn.Module)  # who asks for it holds it
+        root = self._root()
+        assert root is not None  # who asks for it holds it
         Graphed(self.recorder, getattr(root, "module", root), sample)
 
     def release(self) -> None:
@@ -232,6 +239,9 @@ class Link:
         """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
+            if self.plain is not None and self.plain.steps_with(optimizer):
+                self.plain.count(self.meter)
+                self._end_step(finite=True)
             if self.between_steps is not None:
                 self.between_steps()
 
@@ -287,8 +297,3 @@ class Link:
     def _bind(self, name: str, destination: Tensor) -> None:
         if self.recorder is not None:
             self.recorder.bind(name, destination)
-
-
-def _bucket_limit(root: nn.Module) -> int:
-    """Bytes that DDP's smallest full bucket has at least; 1 where nobody says."""
-    return int(min([getattr(root, "bucket_bytes_cap", 1), *getattr(root, "bucket_bytes_cap_list", ())]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.abreast import Abreast, fits
 from gradwire.budget import asked, check
 from gradwire.capacity import Capacity, Plan, most_buckets
-from gradwire.compressors.base import Arrival, Context, Message, Outcome, Rounds, Sum, needs_room, tensors
+from gradwire.compressors.base import Arrival, Context, Message, Outcome, Sum, is_rounds, is_sum, needs_room, tensors
 from gradwire.compressors.fixed import Body
 from gradwire.compressors.held import everything
 from gradwire.errors import AttachError
@@ -62,7 +62,7 @@ class Ranks:
         if self.abreast is not None:
             self.states = self.abreast.states()
         else:
-            stateless = isinstance(compressor, Sum)
+            stateless = is_sum(compressor)
             self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
         self.repeated: Repeated | None = None
         self._repeats = abreast and repeats(compressor, device)
@@ -114,11 +114,11 @@ class Ranks:
     def exchange(self, grads: Rows, moments: Rows, active: Tensor | None = None, dense: bool = False) -> Done:
         """The same where the gradients are not needed any more: they may be written over."""
         context = self.context(active, dense)
-        if isinstance(self.compressor, Sum):
+        if is_sum(self.compressor):
             done = self._cast(grads, self.compressor)
         elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
             done = self._again(grads, context)
-        elif isinstance(self.compressor, Rounds):
+        elif is_rounds(self.compressor):
             done = self._summed(grads, context)
         else:
             done = self._gathered(grads, moments, context)

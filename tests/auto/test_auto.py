@@ -13,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import BF16, VGC, Dense
+from gradwire.auto.prices import likely_error
+from gradwire.compressors import from_spec
 from gradwire.errors import AttachError, CheckpointError, DisagreementError
 
-STEPS = 30
+STEPS = 60
 
 
 def made() -> DistributedDataParallel:
@@ -144,3 +146,74 @@ def test_who_sets_a_compressor_has_it(spawn):
         assert chosen == repr(VGC(alpha=2))
         assert after == "Dense()"
         assert silent
+
+
+def unhooked() -> tuple[bool, bool, dict[str, int], bool, bool]:
+    """On a link without a limit, and then with a method that needs the hook."""
+    model, plain = made(), made()
+    wire = gradwire.attach(model, "auto", methods=[])
+    for one in (model, plain):
+        train(one, range(STEPS))
+    same = all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True))
+    before, stats = hooked(model), wire.stats()
+    counted = {"steps": stats.steps, "dense": stats.dense_steps, "bytes": stats.bytes_sent, "ratio": round(stats.ratio)}
+    wire.compressor = VGC(alpha=2)
+    train(model, range(STEPS, STEPS + 3))
+    return same, before, counted, hooked(model), wire.stats().steps == STEPS + 3
+
+
+def hooked(model: DistributedDataParallel) -> bool:
+    return "comm_hook" in model._get_ddp_logging_data()
+
+
+def test_while_dense_is_the_choice_ddp_has_no_hook_and_its_steps_are_counted(spawn):
+    n_bytes = 4 * sum(parameter.numel() for parameter in scenes.net().parameters())
+    expected = {"steps": STEPS, "dense": STEPS, "bytes": STEPS * n_bytes, "ratio": 1}
+    for same, before, counted, after, goes_on in spawn(2, unhooked):
+        assert same
+        assert not before
+        assert counted == expected
+        assert after
+        assert goes_on
+
+
+def two_optimizers() -> tuple[int, bool]:
+    model = made()
+    wire = gradwire.attach(model, "auto")
+    halves = list(model.parameters())
+    optimizers = [torch.optim.SGD(part, lr=0.05) for part in (halves[:2], halves[2:])]
+    for step in range(STEPS):
+        inputs, targets = scenes.batch(step)
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return wire.steps, wire.verdict is not None
+
+
+def test_two_optimizers_of_a_model_step_once(spawn):
+    assert spawn(2, two_optimizers) == [(STEPS, True)] * 2
+
+
+def detached() -> tuple[bool, bool, bool]:
+    model = made()
+    gradwire.attach(model, "auto", methods=[]).detach()
+    without = hooked(model)
+    wire = gradwire.attach(model, Dense())
+    train(model, range(2))
+    return without, hooked(model), wire.stats().steps == 2
+
+
+def test_what_never_had_a_hook_can_be_attached_again(spawn):
+    assert spawn(2, detached) == [(False, True, True)] * 2
+
+
+def test_what_was_wrong_is_expected_of_the_like():
+    methods = {spec: from_spec(spec) for spec in ("dense", "bf16", "vgc:alpha=1", "powersgd:rank=2")}
+    assert likely_error("bf16", {}, methods) == 1.0
+    errors = {"dense": 1.1}
+    assert [likely_error(spec, errors, methods) for spec in methods] == [1.1] * 4
+    errors["vgc:alpha=1"] = 1.6  # says nothing of a sum
+    assert [likely_error(spec, errors, methods) for spec in methods] == [1.1, 1.1, 1.6, 1.6]
+    errors["powersgd:rank=2"] = 1.3
+    assert [likely_error(spec, errors, methods) for spec in methods] == [1.1, 1.1, 1.6, 1.3]

@@ -6,6 +6,7 @@ import pytest
 
 from gradwire.auto.clock import Clock, work_of
 from gradwire.layout import Layout
+from gradwire.plain import Passes
 
 
 def layout(numel: int) -> Layout:
@@ -34,18 +35,24 @@ def run(clock: Clock, time: Time, begin: float, wait: float = 0.0) -> None:
     clock.stepped()
 
 
-def test_the_parts_are_those_of_a_plain_step_whatever_the_exchange_takes():
+def after(waits: tuple[float, ...], keep: int) -> Clock:
+    """A clock that has seen steps with these waits, and an end before the first."""
     time = Time()
-    clock = Clock(keep=5, now=time)
+    clock = Clock(keep=keep, now=time)
     clock.stepped()
-    for wait in (0.0, 0.1, 0.2):
+    for wait in waits:
         run(clock, time, time.now, wait)
+    return clock
+
+
+def test_the_parts_are_those_of_a_plain_step_whatever_the_exchange_takes():
+    clock = after((0.0, 0.1, 0.2), keep=5)
     work = work_of(clock.layouts(), clock.parts())
     assert work.buckets == (100, 300)
     assert work.forward_ms == pytest.approx(10)
     assert work.backward_ms == pytest.approx(40)
     assert work.after_ms == pytest.approx(5)
-    assert clock.step_ms() == pytest.approx(155)
+    assert clock.step_ms() == pytest.approx(105)  # 55 and 155: not the longest
     assert clock.recent_ms() == pytest.approx((155, 255))
 
 
@@ -75,10 +82,34 @@ def test_one_bucket_leaves_no_backward_to_overlap_with():
 
 
 def test_only_so_many_steps_are_kept():
-    time = Time()
-    clock = Clock(keep=2, now=time)
-    clock.stepped()
-    for wait in (5.0, 0.0, 0.0):
-        run(clock, time, time.now, wait)
+    clock = after((5.0, 0.0, 0.0), keep=2)
     assert len(clock) == 2
     assert clock.step_ms() == pytest.approx(55)
+
+
+def test_what_ddp_says_of_its_passes_makes_the_same_parts():
+    time = Time()
+    clock = Clock(keep=5, now=time)
+    clock.stepped()
+    assert not clock.seen()
+    for waited in (0.0, 0.1, 0.2):
+        clock.told(Passes([layout(100), layout(300)], forward=0.010, backward=0.040, waited=waited))
+        time.now += 0.055 + waited
+        clock.stepped()
+    assert clock.seen()
+    assert [one.numel for one in clock.layouts()] == [100, 300]
+    assert clock.parts() == pytest.approx((10, 40, 5))
+    time.now += 0.1
+    clock.stepped()  # one of which nothing was said counts by its length alone
+    assert clock.parts() == pytest.approx((10, 40, 5))
+    assert clock.recent_ms() == pytest.approx((100, 255))
+
+
+def test_where_ddp_times_nothing_all_of_a_step_is_computing():
+    time = Time()
+    clock = Clock(keep=5, now=time)
+    clock.stepped()
+    clock.told(Passes([layout(100), layout(300)], forward=0.0, backward=0.0, waited=0.0))
+    time.now += 0.055
+    clock.stepped()
+    assert clock.parts() == pytest.approx((0, 0, 55))

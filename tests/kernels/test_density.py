@@ -17,12 +17,13 @@ from drawn import kernels, layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scored import INPUTS, RULES, SIZES, ByScore, extreme, faint, heavy, plain, tied
-from test_triton import run, same
+from test_triton import run, same, shape
 from torch import Tensor
 
 import interpreted
 from gradwire import VGC
 from gradwire.arithmetic.quota import Quota
+from gradwire.compressors.base import Context
 from gradwire.kernels import CHUNK, Rule, Selection, cpu, reference
 from gradwire.kernels.limits import BINS, limits
 from gradwire.layout import Layout
@@ -167,6 +168,27 @@ def test_zeros_do_not_count() -> None:
     assert found[0].passed.tolist() == [10, 1000]
 
 
+def changing(encode: Callable[..., Selection], device: str, **options: Any) -> None:
+    """Kernels against the reference where every step has another density, as under a budget."""
+    layout = layout_of([33, 1, 0, 1500, 31])
+    states = [[torch.zeros(layout.numel, device=device) for _ in range(2)] for _ in range(2)]
+    rooms, n_sent = tuple(slot.numel for slot in layout), []
+    for step, density in enumerate((0.05, 0.2, 0.05, 0.011, 1.0, 1e-9)):
+        rule = VGC(alpha=0.5, max_bytes_per_step=1000).rule_in(Context(layout, step, density=density))
+        assert rule == Rule(0.5, 0.999, None, 0.0, False, "paper", density)
+        samples = torch.randn(4, layout.numel, generator=torch.Generator().manual_seed(step)).to(device)
+        inputs, common = (samples.sum(0), samples.square().sum(0)), (None, layout, rule, rooms, step, CHUNK)
+        one = reference.encode(*inputs, *states[0], *common)
+        same(one, encode(*inputs, *states[1], *common, **options))
+        assert all(map(torch.equal, *states)), step
+        n_sent.append(int(one.counts.sum()))
+    assert n_sent[4] > n_sent[1] > n_sent[0] > n_sent[3] > n_sent[5] > 0
+
+
+def test_a_density_that_changes_on_the_cpu() -> None:
+    changing(cpu.encode, "cpu")
+
+
 def check_rule(device: str, name: str) -> None:
     free, short = (run(device, RULES[name], SIZES, share, chunk=700) for share in (1.0, 0.02))
     assert int(free.counts.sum()) > int(short.counts.sum()) > 0
@@ -212,6 +234,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "spills": check_spills,
     "edges": check_edges,
     "sizes": check_sizes,
+    "density that changes": lambda device: changing(kernels().encode, device, **shape(256)),
 }
 
 

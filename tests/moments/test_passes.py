@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -184,18 +182,15 @@ def test_a_transformer_as_the_root_tells_its_own_axis(first: bool) -> None:
     assert_equal(recorded(net, lambda: output(slice(None))), wanted, 1e-8)
 
 
-def test_a_transformer_inside_ddp_tells_its_own_axis(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        net = nn.parallel.DistributedDataParallel(nn.TransformerEncoderLayer(8, 2, 16, 0.0))
-        names = {name.removeprefix("module."): param for name, param in net.named_parameters()}
-        recorder = Recorder(net, names, strict=True)
-        net(torch.randn(5, 3, 8)).pow(3).sum().backward()
-        assert {row.kind for row in recorder.coverage()} == {"exact"}
-        assert recorder.batch == 3
-        recorder.remove()
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.usefixtures("group")
+def test_a_transformer_inside_ddp_tells_its_own_axis() -> None:
+    net = nn.parallel.DistributedDataParallel(nn.TransformerEncoderLayer(8, 2, 16, 0.0))
+    names = {name.removeprefix("module."): param for name, param in net.named_parameters()}
+    recorder = Recorder(net, names, strict=True)
+    net(torch.randn(5, 3, 8)).pow(3).sum().backward()
+    assert {row.kind for row in recorder.coverage()} == {"exact"}
+    assert recorder.batch == 3
+    recorder.remove()
 
 
 def test_torch_jit_script_is_refused_with_the_remedy() -> None:

@@ -9,6 +9,7 @@ import pytest
 from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.crowding import crowded
 
+NONE: dict[str, float] = {}
 WORK = Work((600_000, 400_000), 2.0, 3.0, 1.0, beside=0.0)
 COSTS = {
     "bf16": Cost("bf16", "sum", 2.0, 0.0, 0.1, 0.1, 0.0, 0.0, 1.0),
@@ -19,7 +20,9 @@ COSTS = {
 
 
 def test_a_lap_says_what_a_method_adds():
-    work, costs = crowded(WORK, COSTS, 4, {"bf16": 13.0, "topk": 24.0, "vgc": 34.0}, plain_ms=14.0, meeting_ms=2.0)
+    meetings = {"topk": 6.0, "vgc": 5.0}
+    laps = {"bf16": 13.0, "topk": 22.0 + 6.0, "vgc": 32.0 + 5.0}
+    work, costs = crowded(WORK, COSTS, 4, laps, plain_ms=12.0, meetings=meetings)
     assert work.compute_ms == pytest.approx(12.0)
     assert work.forward_ms / work.backward_ms == pytest.approx(2 / 3)
     assert costs[0] == COSTS["bf16"]  # too little to be seen
@@ -35,12 +38,12 @@ def test_a_lap_says_what_a_method_adds():
 
 def test_a_disturbed_lap_changes_little():
     laps = {"bf16": 0.0, "topk": 1e6, "vgc": 0.0}
-    work, costs = crowded(WORK, COSTS, 4, laps, plain_ms=1.0, meeting_ms=5.0)
+    work, costs = crowded(WORK, COSTS, 4, laps, plain_ms=1.0, meetings=NONE)
     assert work == WORK  # never less than what was measured
     assert costs[1].encode_ns == 8 * COSTS["topk"].encode_ns
     assert costs[2].encode_ns == 0.5 * COSTS["vgc"].encode_ns
 
 
 def test_many_workers_are_measured_with_eight_messages():
-    _, costs = crowded(WORK, COSTS, 100, {"bf16": 0.0, "topk": 7.0, "vgc": 0.0}, plain_ms=1.0, meeting_ms=0.0)
+    _, costs = crowded(WORK, COSTS, 100, {"bf16": 0.0, "topk": 7.0, "vgc": 0.0}, plain_ms=1.0, meetings=NONE)
     assert costs[1] == COSTS["topk"]  # 2 x 0.5 + 2 + 1 + 8 x 0.25 = 6 ms

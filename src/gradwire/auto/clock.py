@@ -1,4 +1,7 @@
-"""When things happen in a step of one rank, by its own clock: the link says what it sees, nothing is waited for."""
+"""When things happen in a step of one rank, by its own clock: the link says what it sees, nothing is waited for.
+
+Where DDP sums by itself there is no link to see it, and DDP says how long its passes take (plain.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from gradwire.layout import Layout
+from gradwire.plain import Passes
 from gradwire.plan.model import Work
 
 
@@ -43,10 +47,21 @@ class Clock:
         if self._current is not None:
             self._current.arrived = self._now()
 
+    def told(self, passes: Passes) -> None:
+        """What DDP says of a step like this one: buckets are taken to be ready at an even pace."""
+        if self._current is None:
+            return
+        last, done = self._current.begin + passes.forward + passes.backward, 0
+        numel = sum(layout.numel for layout in passes.layouts)
+        for layout in passes.layouts:
+            done += layout.numel
+            self._current.ready.append((last - passes.backward * (1 - done / numel), layout))
+        self._current.arrived = last + passes.waited
+
     def stepped(self) -> None:
         """The optimizer has stepped: a step ends and the next one begins."""
         now = self._now()
-        if self._current is not None and self._current.ready:
+        if self._current is not None:
             self._current.end = now
             self._steps.append(self._current)
         self._current = Times(now)
@@ -60,21 +75,27 @@ class Clock:
         return len(self._steps)
 
     def step_ms(self) -> float:
-        """The median step."""
-        return statistics.median(times.step_ms for times in self._steps)
+        """The mean without the longest. Ranks wait for each other, so that each has the time of all in the sum."""
+        ascending = sorted(times.step_ms for times in self._steps)
+        return statistics.fmean(ascending[:-1] or ascending)
 
     def recent_ms(self) -> tuple[float, float]:
         """The shorter and the longer of the last two steps."""
         last = [times.step_ms for times in list(self._steps)[-2:]]
         return min(last), max(last)
 
+    def seen(self) -> bool:
+        """Whether more is known than how long the steps took."""
+        return any(times.ready for times in self._steps)
+
     def layouts(self) -> list[Layout]:
         """The buckets, as the last step had them."""
-        return [layout for _, layout in self._steps[-1].ready]
+        *_, last = (times for times in self._steps if times.ready)
+        return [layout for _, layout in last.ready]
 
     def parts(self) -> tuple[float, float, float]:
         """(forward, backward, after) in ms, medians: see `work_of`."""
-        columns = zip(*(_parts(times) for times in self._steps), strict=True)
+        columns = zip(*(_parts(times) for times in self._steps if times.ready), strict=True)
         forward, backward, after = (statistics.median(column) for column in columns)
         return forward, backward, after
 

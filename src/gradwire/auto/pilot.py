@@ -7,7 +7,8 @@
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
 All of it happens between two steps, right after the optimizer's, from numbers of all ranks (council.py): so all ranks
-choose the same. Nothing is swapped or held back while a sum is the choice.
+choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no hook:
+it is what it would be without us.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import torch.distributed as dist
 
 from gradwire.auto.clock import Clock, work_of
 from gradwire.auto.council import Council
-from gradwire.auto.prices import alone_ms, dry_run, numbers_of, with_numbers
+from gradwire.auto.prices import alone_ms, dry_run, likely_error, numbers_of, with_numbers
 from gradwire.compressors import Compressor, Dense, to_spec
-from gradwire.compressors.base import Sum
+from gradwire.compressors.base import Sum, is_sum
 from gradwire.errors import CheckpointError
 from gradwire.exchange import Flight, agree, courier_of
 from gradwire.link import Link
@@ -33,7 +34,8 @@ from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
 from gradwire.sums import Small
 
-WARM, WINDOW = 3, 5  # steps after a switch that do not count; steps that are timed
+WARM, WINDOW = 3, 5  # steps after a switch that do not count; steps between two looks at the clock
+MOST, ENOUGH_MS = 30, 1000.0  # steps that a method is timed for; fewer, if they take so long together
 SLOW_MS = 200.0  # steps longer than this are looked at one by one
 DRIFT = 1.3  # by how much a step may change before the link is measured again
 SHARES = {False: 0.005, True: 0.02}  # of the time, for measuring the link although nothing has changed; if compressed
@@ -51,12 +53,13 @@ class Pilot:
         agree(link.group, {"methods of auto": ", ".join(self.methods)}, link.device)
         self.verdict: Verdict | None = None
         self._council = Council(courier_of(link.group), link.device)
-        self._clock = link.clock = Clock(keep=WINDOW)
+        self._clock = link.clock = Clock(keep=MOST)
         self._work: Work | None = None
         self._costs: dict[str, Cost] = {}
-        self._errors: dict[str, float] = {}  # by method: measured / predicted
+        self._errors: dict[str, float] = {}  # by method: measured / predicted; the newest is the last
         self._seen = link.steps  # exchanges that were noticed
         self._asked: Flight | None = None
+        self._parts = (0.0, 0.0, 0.0)  # of a step, as they were last seen
         self._since = 0  # steps with this method
         self._bytes = 0  # sent when the steps began to count
         self._expected_ms: float | None = None
@@ -94,6 +97,8 @@ class Pilot:
         if self._link.steps == self._seen:
             return  # another optimizer of the same step
         self._seen = self._link.steps
+        if self._link.plain is not None and self._expected_ms is None:
+            self._clock.told(self._link.plain.passes())
         self._clock.stepped()
         self._since += 1
         if self._since == WARM:
@@ -109,6 +114,8 @@ class Pilot:
         """With a method that is in use from now on."""
         self._clock.forget()
         self._asked, self._since, self._bytes, self._expected_ms = None, 0, 0, None
+        if self._link.plain is not None:
+            self._link.plain.watch(closely=True)
 
     def _due(self) -> bool:
         """The same on every rank: from numbers that all have."""
@@ -120,30 +127,40 @@ class Pilot:
     def _figures(self) -> list[float]:
         clock = self._clock
         since_probe = time.perf_counter() - self._probed_at
-        return [clock.step_ms(), *clock.recent_ms(), *clock.parts(), since_probe]
+        if clock.seen():
+            self._parts = clock.parts()
+        return [clock.step_ms(), *clock.recent_ms(), *self._parts, since_probe]
 
     def _hear(self, rows: list[list[float]]) -> None:
         """Figures of all ranks."""
         step_ms, shorter, longer = (max(column) for column in list(zip(*rows, strict=True))[:3])
+        timed = self._since - WARM
+        if self._expected_ms is None and timed < MOST and timed * step_ms < ENOUGH_MS:
+            return
         self._learn(max((row[3:6] for row in rows), key=sum))  # of the rank that the others wait for
         first = self._expected_ms is None
         expected = self._predicted_ms() if self._expected_ms is None else self._expected_ms
         drifted = shorter > DRIFT * expected or longer < expected / DRIFT
         worth = first or WINDOW * abs(step_ms - expected) / 1e3 > self._probe_s
-        compressed = not isinstance(self._link.compressor, Sum)
+        compressed = not is_sum(self._link.compressor)
         again = (drifted and worth) or SHARES[compressed] * rows[0][6] > self._probe_s
         if again and self._has_changed():
             self._plan(self._predicted_ms())
             self._begin()  # what was timed so far was on another link
+        elif drifted and not first and self._link.plain is not None:
+            self._begin()  # it is the passes that have changed: they are looked at again
         elif first or again:
+            if self._link.plain is not None:
+                self._link.plain.watch(closely=False)
             self._expected_ms = step_ms
+            self._errors.pop(self.chosen, None)
             self._errors[self.chosen] = step_ms / self._predicted_ms()
             self._plan(step_ms)
 
     def _learn(self, parts: list[float]) -> None:
         """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
         spec = self.chosen
-        if self._work is None or isinstance(self._link.compressor, Sum):
+        if self._work is None or (is_sum(self._link.compressor) and self._clock.seen()):
             self._work = work_of(self._clock.layouts(), parts)
         self._price([spec])
         # the same on every rank: so long are the messages of all
@@ -180,7 +197,7 @@ class Pilot:
     def _plan(self, step_ms: float) -> None:
         """step_ms: of the method in use, on the link as it is now."""
         assert self._work is not None
-        verdict = self._choose([spec for spec, method in self.methods.items() if isinstance(method, Sum)])
+        verdict = self._choose([spec for spec, method in self.methods.items() if is_sum(method)])
         best_ms = verdict.predictions[verdict.chosen].step_ms
         if best_ms > (1 + MARGIN) * self._work.compute_ms:  # else there is nothing to be won
             verdict = self._choose(list(self.methods))
@@ -202,7 +219,7 @@ class Pilot:
         """
         if spec == self.chosen:
             return -math.inf
-        to_sum, from_sum = (isinstance(self.methods[one], Sum) for one in (spec, self.chosen))
+        to_sum, from_sum = (is_sum(self.methods[one]) for one in (spec, self.chosen))
         if to_sum and not from_sum:
             return -math.inf
         return 2 * MARGIN if from_sum and not to_sum else MARGIN
@@ -210,7 +227,8 @@ class Pilot:
     def _choose(self, specs: Sequence[str]) -> Verdict:
         assert self._work is not None
         self._price(specs)
-        return choose(self._work, self.network, [self._costs[spec] for spec in specs], MARGIN, self._errors)
+        errors = {spec: likely_error(spec, self._errors, self.methods) for spec in specs}
+        return choose(self._work, self.network, [self._costs[spec] for spec in specs], MARGIN, errors)
 
     def _price(self, specs: Sequence[str]) -> None:
         """What each costs on the slowest rank: measured once, on the gradients there are."""
@@ -222,7 +240,7 @@ class Pilot:
     def _small(self, spec: str) -> Small | None:
         """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
         assert self._work is not None
-        sums = {name: method for name, method in self.methods.items() if isinstance(method, Sum)}
+        sums = {name: method for name, method in self.methods.items() if is_sum(method)}
         if self._costs[spec].kind == "sum":
             return None
         limit = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import Compressor
+from gradwire.compressors.base import is_sum
 from gradwire.layout import Layout
 from gradwire.link import Link
 from gradwire.plan import costs
@@ -55,3 +56,14 @@ def alone_ms(numel: int, network: Network, cost: Cost) -> float:
     """One bucket with nothing beside it."""
     piece = piece_of(numel, network, cost)
     return piece.before_ms + piece.transfer_ms + piece.hops_ms + piece.after_ms
+
+
+def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, Compressor]) -> float:
+    """Measured / predicted of this method: most likely as of the last of its like, until it is measured itself.
+
+    A sum and a compressor are not alike: where workers share cores, encode and decode take longer than predicted.
+    """
+    if spec in errors:
+        return errors[spec]
+    alike = [error for one, error in errors.items() if is_sum(methods[one]) == is_sum(methods[spec])]
+    return [1.0, *errors.values(), *alike][-1]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import Field, dataclass, fields
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from gradwire.layout import Layout, Slot
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True)
@@ -190,11 +193,34 @@ def checked(given: Any) -> Compressor:
     return given
 
 
+def is_sum(compressor: Compressor) -> TypeIs[Sum]:
+    return _is_a(Sum, compressor)
+
+
+def is_rounds(compressor: Compressor) -> TypeIs[Rounds[Any]]:
+    return _is_a(Rounds, compressor)
+
+
+def is_gather(compressor: Compressor) -> TypeIs[Gather[Any]]:
+    return _is_a(Gather, compressor)
+
+
+_known: dict[tuple[type, type], bool] = {}
+
+
+def _is_a(protocol: type, compressor: Compressor) -> bool:
+    """`isinstance`, once for a class: with a protocol it takes longer than all else that is done for a small bucket."""
+    key = (protocol, type(compressor))
+    if key not in _known:
+        _known[key] = isinstance(compressor, protocol)
+    return _known[key]
+
+
 def holds_back(compressor: Compressor) -> bool:
     """Whether something of a gradient may wait in its state."""
-    return not isinstance(compressor, Sum) and compressor.holds_back
+    return not is_sum(compressor) and compressor.holds_back
 
 
 def needs_room(compressor: Compressor) -> bool:
     """Whether its messages are as long as the counts of the step before ask for."""
-    return isinstance(compressor, Gather) and compressor.needs_room
+    return is_gather(compressor) and compressor.needs_room

@@ -181,8 +181,7 @@ def _top_half(rule: Rule) -> int:
 
 def _exponents(tops: Array, segments: Segments, rule: Rule) -> tuple[Array, Array]:
     """e_k or NOTHING, and biased; int32 [K]."""
-    largest = np.zeros(segments.n_slots, np.int32)
-    np.maximum.at(largest, segments.slots, tops)
+    largest = segments.largest(tops)
     biased = np.minimum((largest + _top_half(rule)) >> 23, 254).astype(np.int32)
     said = (largest > 0) & (rule.tau is None)
     return np.where(said, biased - 127, NOTHING).astype(np.int32), biased
@@ -223,7 +222,8 @@ def add(
     found = np.zeros((len(words), len(PROBLEMS)), np.bool_)
     inputs = (words.numpy(), counts.numpy(), _ends(layout), exponents.numpy())
     ranks = np.flatnonzero(sound.numpy())
-    shared([(int(rank),) for rank in ranks], compiled_decode.check, *inputs, rule.tau is not None, chunk, found)
+    numbers: tuple[object, ...] = (rule.tau is not None, chunk, found)
+    shared([(int(rank),) for rank in ranks], compiled_decode.check, *inputs, *numbers, n_elements=words.numel())
     if len(ranks) == len(words) and not found.any():
         numbers = (np.float32(rule.tau or 0), np.float32(1 / len(words)), chunk)
         shared(equal_parts(layout.numel, torch.get_num_threads()), compiled_decode.add, *inputs, *numbers, out.numpy())
@@ -259,11 +259,14 @@ def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk:
 
 def checksum(messages: Tensor) -> Tensor:
     """As `reference.checksum`."""
-    if messages.dim() > 1:
-        return torch.stack([checksum(message) for message in messages])
-    parts = shared(equal_parts(len(messages), torch.get_num_threads()), compiled_decode.checksum, messages.numpy())
-    total = sum(int(part) for part in parts) % (1 << 64)
-    return torch.from_numpy(np.array([total], dtype=np.uint64).view(np.int32))
+    totals = [_total(words) for words in messages.numpy().reshape(-1, messages.shape[-1])]
+    return torch.from_numpy(np.array(totals, dtype=np.uint64).view(np.int32).reshape(*messages.shape[:-1], 2))
+
+
+def _total(words: Array) -> int:
+    """The checksum of one message, modulo 2^64."""
+    parts = shared(equal_parts(len(words), torch.get_num_threads()), compiled_decode.checksum, words)
+    return sum(int(part) for part in parts) % (1 << 64)
 
 
 def seal(shape: Shape, step: int, parts: Parts) -> Tensor:
@@ -272,5 +275,20 @@ def seal(shape: Shape, step: int, parts: Parts) -> Tensor:
 
 
 def inspect(messages: Tensor, shape: Shape, step: int) -> Tensor:
-    """As `reference.inspect`."""
+    """As `reference.inspect`; but where nothing is wrong, which is nearly always, it is seen at once."""
+    header.refuse_length(messages, shape)
+    if _sound(messages.numpy(), shape, step):
+        return torch.zeros(len(messages), len(header.PROBLEMS), dtype=torch.bool)
     return header.check(messages, shape, step, checksum)
+
+
+def _sound(messages: Array, shape: Shape, step: int) -> bool:
+    """Whether `header.check` would find nothing."""
+    known = messages[:, :8] == np.array(shape.fixed(step))
+    known[:, 5] = True  # the flags
+    counts = messages[:, shape.counts]
+    if not known.all() or (counts < 0).any() or (messages[:, shape.passed] < -1).any():
+        return False
+    if (counts.sum(1, dtype=np.int64) > shape.most).any():
+        return False
+    return all(header.is_checksum(_total(words), int(words[8]), int(words[9])) for words in messages)

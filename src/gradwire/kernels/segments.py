@@ -34,6 +34,7 @@ class Segments:
         self.begins, self.ends, self.slots, parts, self.chunks = (np.ascontiguousarray(column) for column in table.T)
         self._of_parts = np.searchsorted(parts, np.arange(n_parts + 1))
         self.of_slots = np.searchsorted(self.slots, np.arange(self.n_slots + 1))
+        self._whole = self.slots.tolist() == list(range(self.n_slots))  # every segment is a tensor
 
     def __len__(self) -> int:
         return len(self.begins)
@@ -47,9 +48,19 @@ class Segments:
 
     def by_slot(self, counts: Array) -> Array:
         """Sums over the segments of each tensor, int32 [K, ...]."""
+        if self._whole:
+            return counts.astype(np.int32)
         totals = np.zeros((self.n_slots, *counts.shape[1:]), dtype=np.int32)
         np.add.at(totals, self.slots, counts.astype(np.int32))
         return totals
+
+    def largest(self, numbers: Array) -> Array:
+        """Over the segments of each tensor, [K]; of numbers >= 0."""
+        if self._whole:
+            return numbers
+        found = np.zeros(self.n_slots, dtype=numbers.dtype)
+        np.maximum.at(found, self.slots, numbers)
+        return found
 
     def by_chunk(self, counts: Array) -> Array:
         """Sums over the segments of each chunk, int32 [C]."""

@@ -16,8 +16,10 @@ EXAMPLES = f"write 100 (Mbit/s), 10Mbit, 1Gbit, {UNLIMITED}, or 100/20 for up an
 
 PACKET = 1514  # bytes: 1500 and the Ethernet header
 # What passes at once after a pause is not shaped, so the bucket is small: 1 ms of the rate, and not under two packets
-# (with one, 10 Mbit/s became 8 when three hosts sent to one). TCP's 64 KB packets that do not fit are cut up by tbf.
+# (with one, 10 Mbit/s became 8 when three hosts sent to one). TCP's 64 KB packets that do not fit are cut up by tbf,
+# which keeps a core busy at a few hundred Mbit/s: where 2 ms are enough for them the bucket has room for one.
 BURST_S, LEAST_BURST = 1e-3, 2 * PACKET
+WHOLE_PACKET, WHOLE_S = 69_000, 2e-3  # 64 KB and the headers of the packets it stands for
 # A packet that finds the queue full is lost. With 20 ms (32 KB at the least) TCP reached, in both directions at once
 # and with 4 hosts in a ring, 95 % of what framing and acknowledgements leave at 1 Mbit/s, 97 % at 10, 98 % at 100 and
 # 1000 (Reno, 2 cores). With 64 KB at 1 Mbit/s it was 90 %: acknowledgements wait behind the data for half a second.
@@ -81,7 +83,8 @@ def parse_rate(rate: str | float) -> float | None:
 def token_bucket(mbit: float) -> list[str]:
     """tc's words for a link of this rate. tbf counts the header of every packet, also inside TCP's packets of 64 KB."""
     n_bytes = mbit * 1e6 / 8  # a second
-    burst = max(LEAST_BURST, round(n_bytes * BURST_S))
+    least = WHOLE_PACKET if n_bytes * WHOLE_S >= WHOLE_PACKET else LEAST_BURST
+    burst = max(least, round(n_bytes * BURST_S))
     queue = max(LEAST_QUEUE, round(n_bytes * QUEUE_S))
     return ["tbf", "rate", f"{round(mbit * 1e6)}bit", "burst", str(burst), "limit", str(queue)]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gradwire.budget import asked
 from gradwire.capacity import Capacity, Plan, most_buckets
-from gradwire.compressors.base import Compressor, Context, Rounds, Sum, needs_room, said_by
+from gradwire.compressors.base import Compressor, Context, is_rounds, is_sum, needs_room, said_by
 from gradwire.compressors.spec import to_spec
 from gradwire.layout import Layout
 from gradwire.plan.model import NS_PER_MS, Cost
@@ -136,13 +136,15 @@ class Dry:
     world_size: int
     device: torch.device
     largest: Callable[[list[int]], list[int]] = list  # of counts, over all workers: room is for the one that sends most
+    meet: Callable[[int], object] = lambda numel: None  # in the place of a sum over the workers, of so many elements
+    gather: Callable[[Tensor], Tensor | None] = lambda message: None  # of all workers, [W, words]; None: all like this
     number: int = 0
     states: list[Any] = field(init=False)
     capacity: Capacity = field(init=False)
     times: list[_Times] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stateless = isinstance(self.compressor, Sum)
+        stateless = is_sum(self.compressor)
         self.states = [None if stateless else self.compressor.init(layout, self.device) for layout in self.layouts]
         numels = {slot.name: slot.numel for layout in self.layouts for slot in layout}
         n_bytes = WORD_BYTES * sum(numels.values())
@@ -150,9 +152,9 @@ class Dry:
 
     @property
     def kind(self) -> str:
-        if isinstance(self.compressor, Sum):
+        if is_sum(self.compressor):
             return "sum"
-        return "rounds" if isinstance(self.compressor, Rounds) else "gather"
+        return "rounds" if is_rounds(self.compressor) else "gather"
 
     @property
     def n_messages(self) -> int:
@@ -188,9 +190,11 @@ class Dry:
         message = self.compressor.encode(grad, moment, state, context)
         whole = self.compressor.waiting(state, context) if context.dense else None
         times.encode += self._now() - begin
+        gathered = self.gather(message.data)
+        arrived = message.data.expand(self.n_messages, -1) if gathered is None else gathered
         out = torch.empty_like(grad)
         for n_messages, name in ((1, "decode_one"), (self.n_messages, "decode"))[lean:]:
-            messages = message.data.expand(n_messages, -1).contiguous()
+            messages = arrived[:n_messages].contiguous()
             begin = self._now()
             arrival = self.compressor.decode(messages, out, replace(context, world_size=n_messages))
             setattr(times, name, getattr(times, name) + self._now() - begin)
@@ -211,6 +215,7 @@ class Dry:
             times.rounds += 1
             times.n_bytes += said.numel() * said.element_size()
             total = said.mul_(self.world_size)
+            self.meet(context.layout.numel)
             begin = self._now()
             said = said_by(talk, total)
             times.decode += self._now() - begin

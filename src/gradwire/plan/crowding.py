@@ -17,17 +17,24 @@ def crowded(
     world_size: int,
     laps: Mapping[str, float],
     plain_ms: float,
-    meeting_ms: float,
+    meetings: Mapping[str, float],
 ) -> tuple[Work, list[Cost]]:
-    """A step is what a plain lap takes beside the meeting, a method what its lap takes beside the plain one.
+    """A step is what a plain lap takes, a method what its lap takes beside the plain one.
 
-    laps: from barrier to barrier, by method; plain_ms: without a method; meeting_ms: without anything.
+    laps: from barrier to barrier, by method; plain_ms: without a method. At the barrier workers wait for the last one,
+    which they do in a training too.
+    meetings: ms of a lap's collectives, by method, as the model has them. What these take longer within the lap counts
+    as the method's: some worker is late, and cores are busy.
     """
     before_ms = work.forward_ms + work.backward_ms
-    by = min(max((plain_ms - meeting_ms) / work.compute_ms, 1.0), SCALE[1]) if work.compute_ms else 1.0
+    by = min(max(plain_ms / work.compute_ms, 1.0), SCALE[1]) if work.compute_ms else 1.0
     names = ("forward_ms", "backward_ms", "after_ms")
     work = replace(work, **{name: by * getattr(work, name) for name in names})
-    return work, [_scaled(cost, work, before_ms, by, world_size, laps[spec] - plain_ms) for spec, cost in costs.items()]
+    scaled = []
+    for spec, cost in costs.items():
+        extra_ms = laps[spec] - plain_ms - meetings.get(spec, 0.0)
+        scaled.append(_scaled(cost, work, before_ms, by, world_size, extra_ms))
+    return work, scaled
 
 
 def _scaled(cost: Cost, work: Work, before_ms: float, by: float, world_size: int, extra_ms: float) -> Cost:

@@ -32,7 +32,7 @@ def measured(plan: Plan, methods: Mapping[str, Compressor], margin: float, show:
             network = probe(dist.group.WORLD, team.device)
             bars.update(tasks["link"], completed=1, total=1)
             rehearsal = Rehearsal(plan, team, lambda what, n, of: bars.update(tasks[what], completed=n, total=of))
-            work, costs = rehearsal.rehearse(list(methods.items()))
+            work, costs = rehearsal.rehearse(list(methods.items()), network)
         if team.leads:
             title = f"{plan.task.name} on {team.device.type}"
             show(Report(title, work, network, costs, choose(work, network, costs, margin)))

@@ -15,18 +15,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradwire.exchange import all_gather
+from gradwire.exchange import begin_gather
 from gradwire.plan.model import FLOAT_BYTES, Network
 
 FIRST, GROWTH, LARGEST = 1 << 10, 4, 16 << 20  # bytes on the link
+LEAP, LEVEL = 16, 1.5  # the growth while a size takes hardly longer than the first: it is not the bytes that take time
 LONG_MS = 100.0  # a transfer that takes so long says what the link can do: a burst and the hops are little of it
 BULK = 1 << 16  # bytes that are tried however short the time is: fewer say nothing of the rate
-FEWEST, MOST, ENOUGH_MS = 2, 7, 40.0  # turns of a size: as many as take so long
+FEWEST, MOST = 3, 30  # turns of a size; of three one may be disturbed
+# s: turns of a size are as many as take so long, or this part of the time there is, if that is more
+ENOUGH = (0.04, 0.04)
 
 Point = tuple[float, float, float]  # bytes on the link, ms of a sum, ms of a gather
 
 
-def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 2.0) -> Network:
+def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 4.0) -> Network:
     """Collective; the same result on every rank.
 
     A transfer that has begun is ended, so on a link of less than 1 Mbit/s it may take longer than `at_most_s`.
@@ -35,7 +38,8 @@ def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 
     if world_size == 1:
         return Network(1, math.inf, 0.0)
     where = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    ring = _Ring(group, where, Network(world_size, math.inf, 0.0), time.perf_counter() + at_most_s)
+    enough_ms = 1e3 * max(ENOUGH[0], ENOUGH[1] * at_most_s)
+    ring = _Ring(group, where, Network(world_size, math.inf, 0.0), time.perf_counter() + at_most_s, enough_ms)
     ring.times(FIRST, gather=False, turns=1)  # connections are made when they are first used
     ring.times(FIRST, gather=True, turns=1)
     points: list[Point] = []
@@ -45,7 +49,7 @@ def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 
         longest = max(points[-1][1:])
         if longest >= LONG_MS or (n_bytes >= BULK and ring.late(2 * GROWTH * longest)):
             break
-        n_bytes *= GROWTH
+        n_bytes *= LEAP if longest < LEVEL * max(points[0][1:]) else GROWTH
     return network_of(world_size, points)
 
 
@@ -77,32 +81,33 @@ class _Ring:
     device: torch.device
     empty: Network  # of as many workers
     deadline: float  # of this rank's clock
+    enough_ms: float  # of the turns of a size
 
     def usual_ms(self, n_bytes: int, gather: bool) -> float:
         """The median of several."""
         first = self.times(n_bytes, gather, 1)
-        turns = min(MOST, max(FEWEST, round(ENOUGH_MS / first[0])))
-        if self.late(turns * first[0]):
+        turns = min(MOST, max(FEWEST, round(self.enough_ms / first)))
+        if self.late(turns * first):
             turns = FEWEST if n_bytes < BULK else 1
-        return statistics.median(first + (self.times(n_bytes, gather, turns - 1) if turns > 1 else []))
+        return self.times(n_bytes, gather, turns) if turns > 1 else first
 
-    def times(self, n_bytes: int, gather: bool, turns: int) -> list[float]:
-        """So many collectives that bring about so many bytes over every link; each begins on all ranks together."""
+    def times(self, n_bytes: int, gather: bool, turns: int) -> float:
+        """So many collectives in a row that bring about so many bytes over every link: the usual time of one."""
         workers = self.empty.workers
         numel = max(1 if gather else workers, round(n_bytes / self.empty.on_link(FLOAT_BYTES, gather)))
         own = torch.zeros(numel, device=self.device)
         out = torch.empty(workers * numel if gather else 0, device=self.device)
         took = []
+        self._largest([0.0])
         for _ in range(turns):
-            self._largest([0.0])
             begin = time.perf_counter()
             if gather:
-                all_gather(out, own, group=self.group)
+                begin_gather(out, own, self.group).wait()
             else:
                 dist.all_reduce(own, group=self.group)
             self._synchronize()
             took.append(1e3 * (time.perf_counter() - begin))
-        return self._largest(took)
+        return self._largest([statistics.median(took)])[0]
 
     def late(self, next_ms: float) -> bool:
         """Whether any rank has no time left for so much more."""

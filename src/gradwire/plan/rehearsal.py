@@ -4,8 +4,9 @@
 2. Recorded steps, if a method needs second moments: what they cost, and gradients with real moments. After each step
    methods encode and decode its gradients (costs.py), bucket by bucket: at first those whose messages follow what they
    hold back, until they have settled, then all.
-3. Laps: step, encode and decode of one method, from one barrier to the next. Workers that share cores, or of which one
-   is late, take longer together than each by itself; the times of 1 and 2 are scaled to what a lap takes.
+3. Laps: a whole step of one method, from one barrier to the next, with its collectives, but for what is more than 256
+   KB of one. Workers that share cores, or of which one is late, take longer together than each by itself, and wait for
+   each other whenever they meet; the times of 1 and 2 are scaled to what a lap takes.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -24,11 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.compressors import Compressor
 from gradwire.compressors.base import needs_room
+from gradwire.exchange import begin_gather
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.plan.costs import Dry, usual
 from gradwire.plan.crowding import crowded
-from gradwire.plan.model import Cost, Work
+from gradwire.plan.model import FLOAT_BYTES, Cost, Network, Work
 from gradwire.train import optimizers, sharding
 from gradwire.train.settings import Plan
 from gradwire.train.team import Team
@@ -37,7 +41,8 @@ WARM = 3  # steps: DDP has its final buckets from the second on
 PLAIN_STEPS, PLAIN_S = 20, 5.0
 SETTLE_STEPS, SETTLE_S = 60, 10.0  # what VGC sends comes to rest slowly
 DRY_STEPS, DRY_S = 15, 6.0
-LAPS, LAPS_S = 20, 2.0  # of each method
+LAPS, LAPS_S = 50, 3.0  # of each method
+MET_BYTES = 1 << 18  # at most, of a message in a lap: more would only be longer on the link
 PLAIN = ""  # in the place of a method: none
 LOOK = 5  # steps between two looks at the clock, which all workers take together
 Progress = Callable[[str, int, int], None]  # (what, step, of so many)
@@ -115,8 +120,8 @@ class Rehearsal:
                     break
         return moments[WARM:]
 
-    def rehearse(self, methods: Sequence[tuple[str, Compressor]]) -> tuple[Work, list[Cost]]:
-        """All that is measured; the same on every worker."""
+    def rehearse(self, methods: Sequence[tuple[str, Compressor]], network: Network) -> tuple[Work, list[Cost]]:
+        """All that is measured; the same on every worker. network: the link as it is now."""
         plain = self.several("plain steps", PLAIN_STEPS, PLAIN_S)
         work = self._work(plain)
         self.moments = [torch.ones(layout.numel, device=self.team.device) for layout in self.layouts]
@@ -133,12 +138,17 @@ class Rehearsal:
         for spec, method in methods:
             moments = factor if method.needs_moments else 1.0
             costs[spec] = replace(self._agreed(dry[spec].cost(len(recorded))), spec=spec, moments=moments)
-        laps = self._laps({spec: dry[spec] for spec, method in methods if method.needs_moments})
+        for spec, one in dry.items():
+            one.largest, one.meet = list, partial(self._meet, costs[spec])
+            one.gather = partial(self._gather, costs[spec])
+        laps = self._medians({spec: partial(self._lap, dry[spec]) for spec, method in methods if method.needs_moments})
         if self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
-        laps |= self._laps({PLAIN: None, **{spec: dry[spec] for spec, method in methods if not method.needs_moments}})
-        return crowded(work, costs, world, laps, laps[PLAIN], self._meeting_ms())
+        others = {spec: partial(self._lap, dry[spec]) for spec, method in methods if not method.needs_moments}
+        laps |= self._medians({PLAIN: partial(self._lap, None), **others})
+        meetings = {spec: self._meetings_ms(costs[spec], network) for spec in costs}
+        return crowded(work, costs, world, laps, laps[PLAIN], meetings)
 
     def _record(self) -> None:
         """As a link does: moments go to flat tensors, bucket by bucket."""
@@ -152,23 +162,20 @@ class Rehearsal:
         for method in methods:
             method.step([buffer.clone() for buffer in self.buffers] if lean else self.buffers, self.moments, lean)
 
-    def _laps(self, methods: Mapping[str, Dry | None]) -> dict[str, float]:
-        """ms of a lap by method; they take turns, so that what disturbs one disturbs all."""
-        took: dict[str, list[float]] = {spec: [] for spec in methods}
-        for method in methods.values():
-            if method is not None:
-                method.largest = list  # a meeting of its own would count as work
+    def _medians(self, timed: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+        """The usual of each, of the slowest worker; they take turns, so that what disturbs one disturbs all."""
+        took: dict[str, list[float]] = {spec: [] for spec in timed}
         begin = time.perf_counter()
-        for number in range(1 + LAPS if methods else 0):
-            for spec, method in methods.items():
-                took[spec].append(self._lap(method))
+        for number in range(1 + LAPS if timed else 0):
+            for spec, once in timed.items():
+                took[spec].append(once())
             self.progress("laps", number + 1, 1 + LAPS)
-            late = number > WARM and time.perf_counter() - begin > LAPS_S * len(methods)
+            late = number > WARM and time.perf_counter() - begin > LAPS_S * len(timed)
             if self.team.tell(int(late))[0]:  # rank 0 says it for all
                 break
         own = torch.tensor([statistics.median(times[1:]) for times in took.values()], dtype=torch.float64)
-        slowest = self.team.gather(own).amax(0).tolist() if methods else []
-        return dict(zip(methods, slowest, strict=True))
+        slowest = self.team.gather(own).amax(0).tolist() if timed else []
+        return dict(zip(timed, slowest, strict=True))
 
     def _lap(self, method: Dry | None) -> float:
         """From barrier to barrier, a step with this method's encode and decode in a thread; None: without."""
@@ -182,15 +189,35 @@ class Rehearsal:
         self.team.barrier()
         return self._now() - begin
 
-    def _meeting_ms(self) -> float:
-        """A lap without anything."""
-        took = []
-        for _ in range(LAPS):
-            self.team.barrier()
-            begin = self._now()
-            self.team.barrier()
-            took.append(self._now() - begin)
-        return float(self.team.gather(torch.tensor([statistics.median(took[1:])], dtype=torch.float64)).max())
+    def _meetings_ms(self, cost: Cost, network: Network) -> float:
+        """The collectives of a lap, as the model has them."""
+        if cost.kind == "sum":
+            return 0.0
+        gather = cost.kind == "gather"
+        each = (min(cost.handed_over(layout.numel) / cost.rounds, MET_BYTES) for layout in self.layouts)
+        return sum(cost.rounds * network.collective_ms(network.on_link(n_bytes, gather), gather) for n_bytes in each)
+
+    def _gather(self, cost: Cost, message: Tensor) -> Tensor | None:
+        """The messages of all workers; too long ones are not sent, only as much as is enough to meet."""
+        if message.nbytes > MET_BYTES:
+            self._meet(cost, round(MET_BYTES / cost.bytes_per_element))
+            return None
+        assert dist.group.WORLD is not None
+        out = message.new_empty(self.team.world * len(message))
+        begin_gather(out, message, dist.group.WORLD).wait()
+        return out.view(self.team.world, -1)
+
+    def _meet(self, cost: Cost, numel: int) -> None:
+        """In the place of a collective: one of about as many bytes, of nothing."""
+        if cost.kind == "sum":
+            return
+        assert dist.group.WORLD is not None
+        n_bytes = min(cost.handed_over(numel) / cost.rounds, MET_BYTES)
+        own = torch.zeros(max(self.team.world, round(n_bytes / FLOAT_BYTES)), device=self.team.device)
+        if cost.kind == "rounds":
+            dist.all_reduce(own)
+        else:
+            begin_gather(own.new_empty(self.team.world * len(own)), own, dist.group.WORLD).wait()
 
     def _work(self, moments: Sequence[Moment]) -> Work:
         """Of the worker that the others wait for."""

@@ -20,7 +20,7 @@ import torch
 
 from gradwire.capacity import padded
 from gradwire.compressors import Compressor, from_spec
-from gradwire.compressors.base import Sum, needs_room
+from gradwire.compressors.base import is_sum, needs_room
 from gradwire.compressors.spec import METHODS
 from gradwire.layout import Layout
 from gradwire.plan.costs import Dry
@@ -85,7 +85,7 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
     share = getattr(compressor, "density", None) or density or DENSITY
     n_bytes, rounds = _sent(compressor, share, dry)
     head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
-    n_sums = isinstance(compressor, Sum)
+    n_sums = is_sum(compressor)
     return Cost(
         spec=spec,
         kind=dry.kind,

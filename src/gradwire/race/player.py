@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.exchange import all_gather
+from gradwire.exchange import begin_gather
 from gradwire.race.events import Teller, arguments
 from gradwire.race.replay import Case, Setting
 from gradwire.train.team import joined
@@ -28,6 +28,8 @@ class Player:
         self.parts = case.parts if setting.overlap else [0.0] * len(case.parts)
         dtype = torch.uint8 if self.gathers else getattr(torch, case.dtype)
         self.buckets = [torch.zeros(max(1, n // dtype.itemsize), dtype=dtype) for n in case.buckets]
+        assert dist.group.WORLD is not None
+        self.group = dist.group.WORLD
         self.arrived: list[Tensor] = [b.new_empty(setting.hosts * b.numel()) for b in self.buckets if self.gathers]
 
     def step(self) -> None:
@@ -39,7 +41,7 @@ class Player:
             if part:
                 time.sleep(part * BACKWARD * self.seconds)
             if self.gathers:
-                works.append(all_gather(self.arrived[number], bucket, async_op=True))
+                works.append(begin_gather(self.arrived[number], bucket, self.group))
             else:
                 works.append(dist.all_reduce(bucket, async_op=True))
         for work in works:

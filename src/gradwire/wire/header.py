@@ -153,6 +153,12 @@ def check(messages: Tensor, shape: Shape, step: int, checksum: Checksum) -> Tens
     )
 
 
+def is_checksum(total: int, low: int, high: int) -> bool:
+    """Whether words 8 and 9 are the checksum of a message whose words, these two among them, come to `total`."""
+    others = total - 17 * low - 19 * high
+    return others % (1 << 64) == (low % (1 << 32) | high % (1 << 32) << 32)
+
+
 PROBLEMS = (
     "is no gradwire message",
     "is of another format or version",
