@@ -33,7 +33,7 @@ SUITES = {
         "overlap_gpu",
         "simulate_gpu",
     ),
-    "links": ("auto_links",),
+    "links": ("auto_links", "race_links"),
 }
 COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")
 Row = dict[str, Any]
@@ -136,7 +136,7 @@ def links(only: list[str] = typer.Argument(None), out: Path = RESULTS / "links.c
 
 @app.command()
 def docs() -> None:
-    """Writes the tables and pictures of docs/performance.md from the committed results."""
+    """Writes the tables and pictures of the pages in docs/ from the committed results."""
     importlib.import_module("benchmarks.report").write()
 
 

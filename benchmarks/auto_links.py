@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from statistics import mean
 from typing import Any
 
 from gradwire.lab import Lab, missing
@@ -19,12 +20,13 @@ from gradwire.lab.loopback import Loopback
 
 Row = dict[str, Any]
 HOSTS, BATCH = 4, 32
+TURNS = 2  # of everything that is compared
 RATES = (10, 50, 100, 500, 1000)  # Mbit/s
 METHODS = ("dense", "bf16", "vgc:alpha=1.5", "powersgd:rank=4")
-WARM, SETTLED = 12, 60  # steps; what VGC holds back comes to rest slowly, and auto has timed its methods by then
+WARM, SETTLED, CHOSEN = 12, 60, 150  # steps; what VGC holds back comes to rest slowly; auto has timed its methods
 WITHIN, CELLS_OUTSIDE, AUTO_BAR = 0.15, 2, 1.10
 BUDGET_MBIT, BUDGET_STEPS = 8, 100
-ROUNDS, LOOPBACK_BATCH = 430, 256
+ROUNDS, LOOPBACK_BATCH = 450, 256
 
 
 class Hosts:
@@ -70,11 +72,11 @@ class Hosts:
         for host in range(len(self.lab)):
             self.lab.set_rate(host, mbit if isinstance(mbit, str) else f"{mbit}Mbit")
 
-    def slowest(self, key: str, method: str, model: str = "mlp", batch: int = BATCH, warm: int = 0) -> float:
-        """Of the hosts; of the median step."""
-        wait = warm or (SETTLED if method.startswith(("vgc", "auto")) else WARM)
-        answers = self.order("train", method=method, model=model, warm=wait, batch=batch, methods=METHODS)
-        return float(max(answer[key] for answer in answers))
+    def step_ms(self, method: str) -> float:
+        """The median step of the slowest host."""
+        warm = CHOSEN if method == "auto" else SETTLED if method.startswith("vgc") else WARM
+        answers = self.order("train", method=method, model="mlp", warm=warm, batch=BATCH, methods=METHODS)
+        return float(max(answer["step_ms"] for answer in answers))
 
 
 def rows() -> Iterator[Row]:
@@ -91,28 +93,26 @@ def rows() -> Iterator[Row]:
 
 
 def predictions(hosts: Hosts) -> Iterator[Row]:
-    """Predicted and measured, and auto beside the best of them."""
+    """Predicted and measured, and auto beside the best of them.
+
+    Plans and trainings take turns, and the means of two each are compared: the machine is not always as fast.
+    """
     outside = 0
     hosts.rate("unlimited")
     hosts.order("predict", methods=METHODS, batch=BATCH)
     for mbit in RATES:
         hosts.rate(mbit)
-        predicted = hosts.order("predict", methods=METHODS, batch=BATCH)[0]
-        measured = {method: hosts.slowest("step_ms", method) for method in METHODS}
+        planned, taken = [], []
+        for _ in range(TURNS):
+            planned.append(hosts.order("predict", methods=METHODS, batch=BATCH)[0])
+            taken.append({method: hosts.step_ms(method) for method in METHODS})
+        measured = {method: mean(turn[method] for turn in taken) for method in METHODS}
         for method, found in measured.items():
             what = f"predicted step, MLP of 0.5 M, {HOSTS} hosts, {mbit} Mbit/s, {method}"
-            outside += abs(predicted[method] / found - 1) > WITHIN
-            yield {"what": what, "against": "measured", "time_ms": predicted[method], "reference_ms": found}
-        best = min(measured, key=measured.__getitem__)
-        found = hosts.slowest("step_ms", "auto")
-        yield {
-            "what": f"auto, MLP of 0.5 M, {HOSTS} hosts, {mbit} Mbit/s",
-            "against": f"the best of {len(METHODS)} methods: {best}",
-            "time_ms": found,
-            "reference_ms": measured[best],
-            "bar": AUTO_BAR,
-            "holds": found <= AUTO_BAR * measured[best],
-        }
+            predicted = mean(turn[method] for turn in planned)
+            outside += abs(predicted / found - 1) > WITHIN
+            yield {"what": what, "against": "measured", "time_ms": predicted, "reference_ms": found}
+        yield beside_the_best(hosts, mbit, min(measured, key=measured.__getitem__))
     cells = len(RATES) * len(METHODS)
     yield {
         "what": f"predictions that miss by more than {WITHIN:.0%}",
@@ -122,6 +122,20 @@ def predictions(hosts: Hosts) -> Iterator[Row]:
         "unit": "cells",
         "bar": CELLS_OUTSIDE / cells,
         "holds": outside <= CELLS_OUTSIDE,
+    }
+
+
+def beside_the_best(hosts: Hosts, mbit: int, best: str) -> Row:
+    """In turns, and the better of two each, because what else the machine does makes any of them longer."""
+    turns = [(hosts.step_ms("auto"), hosts.step_ms(best)) for _ in range(TURNS)]
+    found, reference = (min(column) for column in zip(*turns, strict=True))
+    return {
+        "what": f"auto, MLP of 0.5 M, {HOSTS} hosts, {mbit} Mbit/s",
+        "against": f"the best of {len(METHODS)} methods: {best}",
+        "time_ms": found,
+        "reference_ms": reference,
+        "bar": AUTO_BAR,
+        "holds": found <= AUTO_BAR * reference,
     }
 
 
@@ -166,16 +180,28 @@ def drop(hosts: Hosts) -> Iterator[Row]:
 
 
 def exchanges(hosts: Hosts) -> Iterator[Row]:
-    """The CIFAR VGG of 15 M parameters at 100 Mbit/s."""
+    """The CIFAR VGG of 15 M parameters at 100 Mbit/s.
+
+    One bucket for all methods: torch's PowerSGD needs that, and the backward is then in nobody's exchange.
+    """
     hosts.rate(100)
-    vgg: dict[str, Any] = {"model": "vgg", "batch": 2}
+    bars = (("bf16", 0.1), ("torch:powersgd:rank=4", 1.0), ("topk:density=0.01", 1.0))
+    yield from _exchanges(hosts, "in one bucket", bars, one_bucket=True)
+    yield from _exchanges(hosts, "in DDP's own buckets, which are ready while the backward runs", (("bf16", None),))
+
+
+def _exchanges(
+    hosts: Hosts, buckets: str, bars: Sequence[tuple[str, float | None]], one_bucket: bool = False
+) -> Iterator[Row]:
+    vgg: dict[str, Any] = {"model": "vgg", "batch": 2, "one_bucket": one_bucket}
     ours = hosts.order("train", method="vgc:alpha=2", warm=SETTLED, **vgg)
     found = max(answer["exchange_ms"] for answer in ours)
-    what = f"exchange of a CIFAR VGG's gradient, {HOSTS} hosts, 100 Mbit/s, VGC alpha 2 (ratio {ours[0]['ratio']:.0f})"
-    for method, bar in (("bf16", 0.1), ("torch:powersgd:rank=4", 1.0), ("topk:density=0.01", 1.0)):
-        theirs = hosts.slowest("exchange_ms", method, warm=4, **vgg)
-        row = {"what": what, "against": method, "time_ms": found, "reference_ms": theirs, "bar": bar}
-        yield row | {"holds": found <= bar * theirs}
+    what = f"exchange of a CIFAR VGG's gradient {buckets}, {HOSTS} hosts, 100 Mbit/s, VGC alpha 2"
+    for method, bar in bars:
+        theirs = max(answer["exchange_ms"] for answer in hosts.order("train", method=method, warm=4, **vgg))
+        row = {"what": f"{what} (ratio {ours[0]['ratio']:.0f})", "against": method, "time_ms": found}
+        judged = {} if bar is None else {"bar": bar, "holds": found <= bar * theirs}
+        yield row | {"reference_ms": theirs} | judged
 
 
 def loopback() -> Iterator[Row]:

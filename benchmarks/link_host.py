@@ -25,13 +25,14 @@ from gradwire.compressors import from_spec, to_spec
 from gradwire.plan.model import predict
 from gradwire.plan.probe import probe
 from gradwire.plan.rehearsal import Rehearsal
-from gradwire.race.methods import parse
+from gradwire.race.methods import ONE_BUCKET, parse
+from gradwire.stats import PHASES
 from gradwire.train.task import Schedule
 from gradwire.train.team import Team
 
 FEWEST, MOST = 6, 60  # steps that are timed, and about so many seconds of them
 TIMED_S = 3.0
-AUTO_SETTLES = 30  # steps in which auto measures
+AUTO_SETTLES = 50  # steps in which auto measures
 
 
 class Noise:
@@ -88,7 +89,7 @@ class Host:
 
     def __init__(self) -> None:
         dist.init_process_group("gloo")
-        self.rank, self.known = dist.get_rank(), None
+        self.rank = dist.get_rank()
 
     def train(
         self,
@@ -99,13 +100,14 @@ class Host:
         steps: int = 0,
         say: bool = False,
         methods: Sequence[str] = (),
+        one_bucket: bool = False,
     ) -> dict[str, Any]:
         """Steps with a method: their times, and what was in use and sent.
 
         steps: so many; say: each as it ends; methods: what auto chooses from.
         """
         task, watch = Noise(model, batch), Watch()
-        ddp, wire = self._begin(task, method, list(methods), watch)
+        ddp, wire = self._begin(task, method, list(methods), watch, ONE_BUCKET if one_bucket else {})
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
         times, exchanges, used = [], [], []
         begin = time.perf_counter()
@@ -135,7 +137,7 @@ class Host:
             "seconds": sum(counted) / 1e3,
             "n_bytes": 0 if wire is None else wire.stats().bytes_sent,
             "ratio": 1.0 if wire is None else wire.stats().ratio,
-            "stats": "" if wire is None else str(wire.stats()),
+            "phases": {} if wire is None else {n: getattr(wire.stats(), f"{n}_ms") for n in PHASES},
             "steps": len(counted),
             "times": times,
             "used": used,
@@ -147,10 +149,9 @@ class Host:
         models = {name: DistributedDataParallel(task.make_model()) for name in times}
         wire = gradwire.attach(models["auto"], "auto")
         optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
-        names = list(models)
         for number in range(rounds):
             inputs, targets = task.batch(torch.arange(batch) + number * batch)
-            for name in names[number % 3 :] + names[: number % 3]:
+            for name in models:  # always in this order: auto is to see steps of one length
                 start = time.perf_counter()
                 optimizers[name].zero_grad()
                 task.loss(models[name](inputs), targets).backward()
@@ -162,9 +163,11 @@ class Host:
         means = {f"{name} mean": statistics.fmean(took) for name, took in settled.items()}
         return found | means | {"method": to_spec(wire.compressor), "swapped": swapped, "steps": rounds - AUTO_SETTLES}
 
-    def _begin(self, task: Noise, method: str, methods: list[str], watch: Watch) -> tuple[DistributedDataParallel, Any]:
+    def _begin(
+        self, task: Noise, method: str, methods: list[str], watch: Watch, buckets: dict[str, Any]
+    ) -> tuple[DistributedDataParallel, Any]:
         race = parse(method) if method.startswith("torch:") else None
-        ddp = DistributedDataParallel(task.make_model(), **({} if race is None else race.buckets))
+        ddp = DistributedDataParallel(task.make_model(), **(buckets if race is None else race.buckets | buckets))
         register = ddp.register_comm_hook
         ddp.register_comm_hook = lambda state, hook: register(state, watch.around(hook))  # type: ignore[method-assign]
         if method == "torch:allreduce":
@@ -178,16 +181,14 @@ class Host:
         return ddp, None
 
     def predict(self, methods: list[str], batch: int) -> dict[str, float]:
-        """Milliseconds of a step on the link as it is now; what else it takes is measured once."""
-        if self.known is None:
-            names = {"seed": 0, "optimizer": "sgd", "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
-            plan: Any = SimpleNamespace(task=Noise("mlp", batch), **names)
-            team = Team(self.rank, dist.get_world_size(), torch.device("cpu"))
-            rehearsal = Rehearsal(plan, team, lambda *_: None)
-            self.known = rehearsal.rehearse([(spec, from_spec(spec)) for spec in methods])
+        """Milliseconds of a step, by all that `gradwire plan` measures: a rehearsal, and the link as it is now."""
+        names = {"seed": 0, "optimizer": "sgd", "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
+        plan: Any = SimpleNamespace(task=Noise("mlp", batch), **names)
+        team = Team(self.rank, dist.get_world_size(), torch.device("cpu"))
         assert dist.group.WORLD is not None
         network = probe(dist.group.WORLD, torch.device("cpu"))
-        work, costs = self.known
+        named = [(spec, from_spec(spec)) for spec in methods]
+        work, costs = Rehearsal(plan, team, lambda *_: None).rehearse(named, network)
         return {cost.spec: predict(work, network, cost).step_ms for cost in costs} | {"mbit": network.mbit}
 
     def _any(self, fact: bool) -> bool:

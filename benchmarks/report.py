@@ -1,12 +1,14 @@
 """The docs' tables and pictures from the committed results: `python -m benchmarks docs`.
 
 The pages' text is written by hand; between two markers stands what this program makes of the CSVs: the rows of the
-methods in docs/methods.md, all others in docs/performance.md.
+methods in docs/methods.md, those over shaped links in docs/links.md, all others in docs/performance.md.
 """
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -14,8 +16,8 @@ from benchmarks import report_methods, timeline
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
-PAGE, METHODS_PAGE = ROOT / "docs" / "performance.md", ROOT / "docs" / "methods.md"
-SUITES = ("gpu", "cpu")
+PAGE, METHODS_PAGE, LINKS_PAGE = (ROOT / "docs" / f"{name}.md" for name in ("performance", "methods", "links"))
+SUITES, LINKS = ("gpu", "cpu"), "links"
 METHODS = {"methods_cpu": report_methods.tables, "oracles_cpu": report_methods.oracles}  # on a page of their own
 Row = dict[str, str]
 
@@ -29,7 +31,7 @@ def read(suite: str) -> list[Row]:
 
 
 def of_parts(suite: str) -> list[Row]:
-    """The rows of docs/performance.md."""
+    """The rows of docs/performance.md and docs/links.md."""
     return [row for row in read(suite) if row["benchmark"] not in METHODS]
 
 
@@ -85,9 +87,9 @@ def between(text: str, name: str, block: str) -> str:
     return before + begin + block + end + after
 
 
-def render(text: str) -> str:
-    """docs/performance.md with the block of every suite written anew."""
-    for suite in SUITES:
+def render(text: str, suites: Sequence[str] = SUITES) -> str:
+    """docs/performance.md, or docs/links.md, with the block of every suite written anew."""
+    for suite in suites:
         rows = of_parts(suite)
         figure = f"![{suite}](figures/performance_{suite}.svg)\n" if any(row["bar"] for row in rows) else ""
         text = between(text, suite, figure + table(rows))
@@ -102,8 +104,8 @@ def render_methods(text: str) -> str:
 
 
 def write() -> None:
-    for suite in SUITES:
+    for suite in (*SUITES, LINKS):
         picture(suite, of_parts(suite))
     timeline.draw(RESULTS / "overlap.csv", FIGURES / "overlap.svg")
-    for page, renew in ((PAGE, render), (METHODS_PAGE, render_methods)):
+    for page, renew in ((PAGE, render), (METHODS_PAGE, render_methods), (LINKS_PAGE, partial(render, suites=[LINKS]))):
         page.write_text(renew(page.read_text(encoding="utf-8")), encoding="utf-8")

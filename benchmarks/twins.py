@@ -140,7 +140,7 @@ class Tally:
         from gradwire import exchange
 
         places = [(dist, name, number) for name, number in (("all_reduce", 0), ("all_gather", 1), ("broadcast", 0))]
-        for owner, name, number in [*places, (exchange, "all_gather", 1)]:
+        for owner, name, number in [*places, (exchange, "begin_gather", 1)]:
             original = getattr(owner, name)
             self._kept.append((owner, name, original))
             setattr(owner, name, self._counting(original, number))
