@@ -65,7 +65,10 @@ def test_abreast_is_one_by_one(compressor: Any, workers: int, device: str) -> No
         theirs.deferred,
         theirs.bytes_sent,
     )
-    assert 0 < ours.dense_steps < ours.steps or workers == 8  # with eight workers so small a model has dense steps only
+    if getattr(compressor, "density", None) is not None and workers < 8:
+        assert ours.dense_steps == 0
+    elif workers < 8:  # so many have dense steps only of so small a model
+        assert 0 < ours.dense_steps < ours.steps
 
 
 def test_room_that_is_short() -> None:

@@ -1,4 +1,4 @@
-"""A byte budget of virtual workers: the bits and bytes of real ones, abreast or one by one, and what they refuse."""
+"""A byte budget or a density of virtual workers: bits and bytes of real ones, abreast or not, and what they refuse."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def simulated(compressor: Any, workers: int, n_steps: int, **options: Any) -> tu
 
 
 @pytest.mark.parametrize("messages", [True, False])
-def test_virtual_workers_have_the_bits_and_bytes_of_real_ones(spawn, messages):
-    n_bytes, stats, prints = spawn(2, counted, BUDGET, 6, {"bucket_cap_mb": None})[0]
+@pytest.mark.parametrize("method", [BUDGET, VGC(alpha=0.5, density=0.05)], ids=["budget", "density"])
+def test_virtual_workers_have_the_bits_and_bytes_of_real_ones(spawn, messages, method):
+    n_bytes, stats, prints = spawn(2, counted, method, 6, {"bucket_cap_mb": None})[0]
     torch.set_num_threads(1)
-    ours, simulation = simulated(BUDGET, 2, 6, messages=messages)
+    ours, simulation = simulated(method, 2, 6, messages=messages)
     assert ours == prints
     assert simulation.stats().bytes_sent == sum(n_bytes) == stats.bytes_sent
 

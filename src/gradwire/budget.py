@@ -50,6 +50,11 @@ def asked(compressor: Any) -> tuple[int | None, float | None]:
     return getattr(compressor, "max_bytes_per_step", None), None if rate is None else bytes_a_second(rate)
 
 
+def density_of(compressor: Any) -> float | None:
+    """The share of every tensor that a method sends; None: nothing is said."""
+    return getattr(compressor, "density", None)
+
+
 def check(compressor: Any, capacity: Capacity) -> None:
     """Refuses a budget that no step of this model can keep."""
     most, _ = asked(compressor)

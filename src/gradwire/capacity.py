@@ -5,7 +5,8 @@ in their residual. The messages of a step never cost more than the all-reduce of
 messages here and 2 (W - 1) / W of the gradient there, so its messages may have 2 / W of the gradient's bytes. Where
 more is needed, and in the first step, everything is sent, in float32: a dense step. A tiny model has only such steps.
 
-Under a budget there are none: rooms follow from a density, the same for all tensors, whose messages fit the budget.
+With a density, the same for all tensors, rooms follow from it and there are no dense steps: a method's own, or the one
+whose messages fit a budget.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Capacity:
     passed: dict[str, int] = field(default_factory=dict)
     since_dense: int = REST
     _found: tuple[tuple[Words, int], float] | None = field(default=None, repr=False, compare=False)
+    _cheap: tuple[tuple[Words, float], bool] | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of_model(cls, root: nn.Module, parameters: Mapping[str, Tensor], world_size: int) -> Capacity:
@@ -94,10 +96,15 @@ class Capacity:
         buckets = most_buckets(n_bytes, len({p.dtype for p in parameters.values()}), limit)
         return cls(n_bytes, world_size, {name: p.numel() for name, p in parameters.items()}, buckets)
 
-    def plan(self, words: Words, budget: int | None = None) -> Plan:
-        """The next step's decision, the same on every rank. budget: bytes that one worker's messages may have."""
+    def plan(self, words: Words, budget: int | None = None, density: float | None = None) -> Plan:
+        """The next step's decision, the same on every rank.
+
+        budget: bytes that one worker's messages may have; density: the method's own.
+        """
         if budget is not None:
             return Plan(dense=False, density=self.density(words, budget))
+        if density is not None and self._is_cheap(words, density):
+            return Plan(dense=False, density=density)
         if not self.passed:
             return Plan(dense=True)
         limit = self.dense_bytes // (2 * self.world_size) - HEAD_WORDS * len(self.passed)
@@ -122,11 +129,22 @@ class Capacity:
     def density(self, words: Words, budget: int) -> float:
         """The largest one whose messages fit the budget, and cost no more than the all-reduce; else the least."""
         if self._found is None or self._found[0] != (words, budget):
-            limit = min(budget, 2 * self.dense_bytes // self.world_size)
+            limit = min(budget, self._most_bytes)
             places = range(DECADES * EACH + 1)
             place = bisect_right(places, limit, lo=1, key=lambda place: self._bytes(words, density_at(place)))
             self._found = (words, budget), density_at(place - 1)
         return self._found[1]
+
+    def _is_cheap(self, words: Words, density: float) -> bool:
+        """Whether its messages cost no more than the all-reduce."""
+        if self._cheap is None or self._cheap[0] != (words, density):
+            self._cheap = (words, density), self._bytes(words, density) <= self._most_bytes
+        return self._cheap[1]
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of a worker's messages of a step, which then cost as much as the all-reduce."""
+        return 2 * self.dense_bytes // self.world_size
 
     def least(self, words: Words) -> int:
         """Bytes of the smallest messages of a step: one element of every tensor."""

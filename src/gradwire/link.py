@@ -14,7 +14,7 @@ from torch.futures import Future
 
 import gradwire
 from gradwire import stepping
-from gradwire.budget import Budget, check
+from gradwire.budget import Budget, check, density_of
 from gradwire.capacity import Capacity, Plan
 from gradwire.compressors.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
 from gradwire.compressors.dense import Dense
@@ -201,7 +201,7 @@ class Link:
         if not is_sum(self._compressor):
             self._check_begin()
             if is_gather(self._compressor) and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes)
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, density_of(self._compressor))
         self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
 
     def _check_begin(self) -> None:

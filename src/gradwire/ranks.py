@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.abreast import Abreast, fits
-from gradwire.budget import asked, check
+from gradwire.budget import asked, check, density_of
 from gradwire.capacity import Capacity, Plan, most_buckets
 from gradwire.compressors.base import Arrival, Context, Message, Outcome, Sum, is_rounds, is_sum, needs_room, tensors
 from gradwire.compressors.fixed import Body
@@ -94,7 +94,8 @@ class Ranks:
         capacity: tuple[int, ...] = ()
         density = None
         if self.planned:
-            plan = self.capacity.plan(self.compressor.words, asked(self.compressor)[0])
+            wanted = (asked(self.compressor)[0], density_of(self.compressor))
+            plan = self.capacity.plan(self.compressor.words, *wanted)
             capacity, dense, density = self.capacity.of(self.layout, plan), plan.dense, plan.density
         elif self.needs_room:
             rooms = self.rooms if self.rooms is not None else tuple(slot.numel for slot in self.layout)

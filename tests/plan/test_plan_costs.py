@@ -112,7 +112,7 @@ def test_typical_bytes_follow_options_and_density():
     assert default.moments > 1.0
     assert default.room
     said = cost_of("vgc:density=0.001", "cpu", 0.5)  # what the method says counts
-    assert said.bytes_per_element == pytest.approx(tenth.bytes_per_element)
+    assert 0.8 < said.bytes_per_element / tenth.bytes_per_element < 1  # and needs less room: it is kept
 
 
 def test_buckets_are_those_of_ddp():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.budget import asked
+from gradwire.budget import asked, density_of
 from gradwire.capacity import Capacity, Plan, most_buckets
 from gradwire.compressors.base import Compressor, Context, is_rounds, is_sum, needs_room, said_by
 from gradwire.compressors.spec import to_spec
@@ -165,7 +165,8 @@ class Dry:
         """A flat float32 tensor a bucket. lean: nothing that a training would not do, else they are not changed."""
         run = {"sum": self._cast, "rounds": self._converse, "gather": self._gather}[self.kind]
         room = needs_room(self.compressor)
-        plan = self.capacity.plan(self.compressor.words, asked(self.compressor)[0]) if room else Plan(dense=False)
+        wanted = (asked(self.compressor)[0], density_of(self.compressor))
+        plan = self.capacity.plan(self.compressor.words, *wanted) if room else Plan(dense=False)
         self.times.append(_Times(dense=plan.dense))
         for layout, state, gradient, moment in zip(self.layouts, self.states, gradients, moments, strict=True):
             rooms = self.capacity.of(layout, plan) if room else ()

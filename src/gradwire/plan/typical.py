@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from gradwire.capacity import padded
+from gradwire.budget import density_of
+from gradwire.capacity import above, padded
 from gradwire.compressors import Compressor, from_spec
 from gradwire.compressors.base import is_sum, needs_room
 from gradwire.compressors.spec import METHODS
@@ -82,7 +83,7 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
     name = spec.strip().partition(":")[0].lower()
     times = (CPU if device == "cpu" else CUDA)[name]
     dry = Dry(compressor, [Layout.of([("weight", (SIDE, SIDE))])], 2, torch.device("cpu"))
-    share = getattr(compressor, "density", None) or density or DENSITY
+    share = density_of(compressor) or density or DENSITY
     n_bytes, rounds = _sent(compressor, share, dry)
     head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
     n_sums = is_sum(compressor)
@@ -106,7 +107,8 @@ def _sent(compressor: Compressor, density: float, dry: Dry) -> tuple[float, int]
     numel = SIDE**2
     if needs_room(compressor):
         method: Any = compressor
-        room = min(numel, padded(round(density * numel)))
+        count = round(density * numel)
+        room = min(numel, padded(count) if density_of(compressor) is None else above(count))
         return WORD_BYTES * (FIXED + method.words(numel, room)), 1
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     dry.step([gradient], [gradient.square()])
