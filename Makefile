@@ -8,13 +8,13 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
-# Two processes, a file at a time to each, long ones first; then what measures links and what presses Ctrl-C at a moment,
-# alone. Where the environment forbids to write compiled Python, each of a hundred processes would compile torch anew.
+# Three processes on two cores, because half of their time they wait for others that they have started; a file at a time
+# to each, long ones first; then what measures links or time and what presses Ctrl-C at a moment, alone. Where the environment forbids to write compiled Python, each of a hundred processes would compile torch anew.
 ALONE := $(patsubst %,tests/%.py,lab/test_lab_bytes lab/test_lab_cleanup lab/test_lab_command lab/test_lab_shape \
-         race/test_race_command auto/test_auto_lab train/test_train_interrupt)
+         race/test_race_command auto/test_auto_lab test_budget_rate train/test_train_interrupt)
 test: export PYTHONDONTWRITEBYTECODE =
 test: lint
-	$(BIN)/pytest -n 2 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(ALONE))
+	$(BIN)/pytest -n 3 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(ALONE))
 	$(BIN)/pytest $(ALONE)
 
 lint: $(VENV)/.dev

@@ -45,6 +45,9 @@ class Layout:
             offset += slot.numel
         return cls(tuple(slots))
 
+    def __hash__(self) -> int:
+        return hash(self.digest)  # tables are looked up by layout several times a step
+
     def __len__(self) -> int:
         return len(self.slots)
 

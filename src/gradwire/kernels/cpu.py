@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.errors import MessageError
-from gradwire.kernels import compiled_decode, compiled_encode, compiled_scores, compiled_stream
+from gradwire.kernels import compiled_decode, compiled_encode, compiled_scores, compiled_stream, compiled_unpack
 from gradwire.kernels.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
 from gradwire.kernels.limits import BINS, limits
 from gradwire.kernels.segments import Segments, segments_of
 from gradwire.layout import Layout
 from gradwire.threads import equal_parts, shared
 from gradwire.wire import compact_cpu, header
-from gradwire.wire.compact import Blocks
+from gradwire.wire.compact import Blocks, check_lengths
 from gradwire.wire.header import Parts, Shape
 
 __all__ = ["add", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
@@ -243,17 +242,20 @@ def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: in
 
 
 def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.unpack`. No torch operation on long tensors: OpenMP's threads would wait for a busy backward."""
-    n_chunks = max(1, -(-blocks.layout.numel // chunk))
-    words, counts = np.empty((len(bodies), sum(blocks.capacity)), np.int32), np.zeros((len(bodies), n_chunks), np.int32)
-    broken = np.zeros(len(bodies), np.bool_)
-    for rank in np.flatnonzero(sound.numpy()):
-        try:
-            index, code = compact_cpu.unpack(orders[rank], bodies[rank], blocks)
-        except MessageError:
-            broken[rank] = True
-            continue
-        compiled_decode.join_words(index.numpy(), code.numpy(), chunk, words[rank], counts[rank])
+    """As `reference.unpack`, some ranks' messages a thread.
+
+    No torch operation on long tensors: OpenMP's threads would wait for a busy backward.
+    """
+    check_lengths(orders[0], bodies[0], blocks)
+    n_ranks, n_chunks = len(bodies), max(1, -(-blocks.layout.numel // chunk))
+    words, counts = np.empty((n_ranks, sum(blocks.capacity)), np.int32), np.zeros((n_ranks, n_chunks), np.int32)
+    broken = np.zeros(n_ranks, np.bool_)
+    geometry, capacity = blocks.arrays
+    sizes = (blocks.entries[-1], blocks.directory_words, blocks.payload_words)
+    inputs = (bodies.numpy(), orders.numpy(), sound.numpy(), geometry, capacity, sizes, blocks.hybrid, chunk)
+    n_parts = min(n_ranks, torch.get_num_threads())
+    ranks = [(n_ranks * part // n_parts, n_ranks * (part + 1) // n_parts) for part in range(n_parts)]
+    shared(ranks, compiled_unpack.unpack, *inputs, words, counts, broken, n_elements=words.size)
     return torch.from_numpy(words), torch.from_numpy(counts), torch.from_numpy(broken)
 
 

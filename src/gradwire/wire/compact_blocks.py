@@ -136,6 +136,12 @@ class Blocks:
             self._tables[device] = Tables(*(torch.from_numpy(table).to(device) for table in self._arrays()))
         return self._tables[device]
 
+    @cached_property
+    def arrays(self) -> tuple[Array, Array]:
+        """For compiled code: what `Tables` has of every block, [6, B], and the capacity, [K]."""
+        *of_blocks, _, capacity = self._arrays()
+        return np.stack(of_blocks), capacity
+
     def _arrays(self) -> tuple[Array, ...]:
         """In the order of `Tables`. By numpy, whose small operations take a third of torch's: a room changes often."""
         first, capacity, lengths = np.array(self.first), np.array(self.capacity), np.array(self.lengths)
