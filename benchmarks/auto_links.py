@@ -162,7 +162,7 @@ def drop(hosts: Hosts) -> Iterator[Row]:
     hosts.rate(1000)
     n_steps = 90
     methods = ["bf16", "vgc:alpha=1.5"]
-    hosts.begin("train", method="auto", model="mlp", warm=0, batch=512, steps=n_steps, say=True, methods=methods)
+    hosts.begin("train", method="auto", model="mlp", warm=0, batch=2048, steps=n_steps, say=True, methods=methods)
     seen = hosts.until_step(30)
     hosts.rate(20)
     answers = hosts.answers()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ class Seen:
     def epoch(self, run: Run, number: int, row: Row) -> None:
         self.epochs.append((run.name, number))
 
-    def skip(self, run: Run) -> None:
+    def skip(self, run: Run, why: str) -> None:
         self.skipped.append(run.name)
 
 
@@ -87,6 +89,28 @@ def test_what_is_done_is_skipped(tmp_path: Path) -> None:
     assert seen.begun == (2, 3, 3)
     assert seen.skipped == ["adam-dense-seed0"]
     assert [name for name, _ in seen.epochs] == [VGC] * 3
+
+
+def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path) -> None:
+    holds = f"""
+import pathlib
+from gradwire.experiment.results import taken
+with taken(pathlib.Path({str(tmp_path)!r}), {VGC!r}) as mine:
+    print(mine, flush=True)
+    input()
+"""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", holds], **pipes) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "True\n"
+        run, seen = runner(tmp_path)
+        assert not run()
+        assert seen.skipped == [VGC]
+        assert [name for name, _ in seen.epochs] == ["adam-dense-seed0"] * 3
+        other.kill()
+    again, seen = runner(tmp_path)
+    assert again(), "a process that is gone has nothing"
+    assert seen.skipped == ["adam-dense-seed0"]
 
 
 def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:

@@ -3,11 +3,16 @@
 RUN.csv          one row an epoch, with where the figures come from
 RUN.layers.csv   one row an epoch: elements that one worker sent a step, a column a tensor
 RUN.pt           to go on from; removed when the run is done
+.lock            whose run is whose, where several processes share the folder
 """
 
 from __future__ import annotations
 
 import csv
+import fcntl
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +66,19 @@ class Files:
 
     def finish(self) -> None:
         self.state.unlink(missing_ok=True)
+
+
+@contextmanager
+def taken(folder: Path, name: str) -> Iterator[bool]:
+    """Whether this process has the run to itself; one at a time. The system lets it go however the process ends."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(name.encode()))
+        except (BlockingIOError, PermissionError):
+            mine = False
+        else:
+            mine = True
+        yield mine
 
 
 def read(path: Path) -> Table:

@@ -1,4 +1,7 @@
-"""All runs of an experiment, one after another: those that are done are skipped, one that was cut goes on."""
+"""All runs of an experiment, one after another: those that are done are skipped, one that was cut goes on.
+
+Several processes may share a folder: each takes runs that no other one has.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from gradwire.experiment.results import Files
+from gradwire.experiment.results import Files, taken
 from gradwire.experiment.spec import Experiment, Run
 from gradwire.experiment.virtual import Row, Virtual
 from gradwire.train.provenance import provenance
@@ -24,7 +27,7 @@ class Watcher(Protocol):
 
     def epoch(self, run: Run, number: int, row: Row) -> None: ...
 
-    def skip(self, run: Run) -> None: ...
+    def skip(self, run: Run, why: str) -> None: ...
 
 
 @dataclass
@@ -51,12 +54,15 @@ class Runner:
         self._begun, runs = self.clock(), [run for run in self.experiment.runs if only in run.name]
         self.watcher.begin(len(runs), self.experiment.epochs, sum(self._done(run) for run in runs))
         for run in runs:
-            if self._done(run) == self.experiment.epochs:
-                self.watcher.skip(run)
-            elif self._late():
-                return False
-            else:
-                self._train(run)
+            with taken(self.folder, run.name) as mine:
+                if not mine:
+                    self.watcher.skip(run, "is in the hands of another process")
+                elif self._done(run) == self.experiment.epochs:
+                    self.watcher.skip(run, "is done")
+                elif self._late():
+                    return False
+                else:
+                    self._train(run)
         return all(self._done(run) == self.experiment.epochs for run in runs)
 
     def _done(self, run: Run) -> int:

@@ -31,8 +31,8 @@ class Lines:
         figures = f"loss {row['train_loss']:.4f}  {show(self.score, row[self.score])}  ratio {row['ratio']:.1f}"
         return f"{run.name}  epoch {number}/{self.epochs}  {figures}  {row['ms_a_step']:.1f} ms a step"
 
-    def skip(self, run: Run) -> None:
-        print(f"{run.name}  is done", flush=True)
+    def skip(self, run: Run, why: str) -> None:
+        print(f"{run.name}  {why}", flush=True)
 
 
 class Bar(Lines):
@@ -50,8 +50,8 @@ class Bar(Lines):
         if number == self.epochs:
             self.progress.console.print(self.line(run, number, row), highlight=False, soft_wrap=True)
 
-    def skip(self, run: Run) -> None:
-        self.progress.console.print(f"{run.name}  is done", highlight=False)
+    def skip(self, run: Run, why: str) -> None:
+        self.progress.console.print(f"{run.name}  {why}", highlight=False)
 
 
 @contextmanager
