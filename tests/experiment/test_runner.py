@@ -83,12 +83,18 @@ def test_rows_layers_and_where_they_come_from(tmp_path: Path) -> None:
 
 def test_what_is_done_is_skipped(tmp_path: Path) -> None:
     run, _ = runner(tmp_path)
-    assert run("dense")
+    assert run(["dense"])
     again, seen = runner(tmp_path)
     assert again()
     assert seen.begun == (2, 3, 3)
     assert seen.skipped == ["adam-dense-seed0"]
     assert [name for name, _ in seen.epochs] == [VGC] * 3
+
+
+def test_some_runs_in_an_order_of_ones_own(tmp_path: Path) -> None:
+    run, seen = runner(tmp_path)
+    assert run(["vgc", "seed0"])
+    assert [name for name, _ in seen.epochs] == [VGC] * 3 + ["adam-dense-seed0"] * 3
 
 
 def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path) -> None:
@@ -115,15 +121,15 @@ with taken(pathlib.Path({str(tmp_path)!r}), {VGC!r}) as mine:
 
 def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole, _ = runner(tmp_path / "whole")
-    assert whole("vgc")
+    assert whole(["vgc"])
     times = iter([0.0] * 3 + [61.0] * 99)  # the first epoch ends after a minute
     cut, _ = runner(tmp_path / "cut", minutes=1.0, clock=lambda: next(times))
-    assert not cut("vgc")
+    assert not cut(["vgc"])
     done = len(read(tmp_path / "cut" / f"{VGC}.csv"))
     assert 0 < done < 3
     assert (tmp_path / "cut" / f"{VGC}.pt").is_file()
     on, seen = runner(tmp_path / "cut")
-    assert on("vgc")
+    assert on(["vgc"])
     assert seen.epochs[0] == (VGC, done + 1)
     for end in (".csv", ".layers.csv"):
         assert figures(tmp_path / "cut" / f"{VGC}{end}") == figures(tmp_path / "whole" / f"{VGC}{end}")
@@ -142,10 +148,10 @@ def test_rows_later_than_the_last_save_are_dropped(tmp_path: Path) -> None:
 
     run.watcher.epoch = killed  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        run("vgc")
+        run(["vgc"])
     assert len(read(tmp_path / f"{VGC}.csv")) == 2
     on, seen = runner(tmp_path)
-    assert on("vgc")
+    assert on(["vgc"])
     assert [number for _, number in seen.epochs] == [2, 3]
     assert [row["epoch"] for row in read(tmp_path / f"{VGC}.csv")] == ["1", "2", "3"]
 
@@ -153,10 +159,10 @@ def test_rows_later_than_the_last_save_are_dropped(tmp_path: Path) -> None:
 def test_without_its_state_a_run_starts_anew(tmp_path: Path) -> None:
     times = iter([0.0] * 3 + [61.0] * 99)
     cut, _ = runner(tmp_path, minutes=1.0, clock=lambda: next(times))
-    assert not cut("vgc")
+    assert not cut(["vgc"])
     (tmp_path / f"{VGC}.pt").unlink()
     on, seen = runner(tmp_path)
-    assert on("vgc")
+    assert on(["vgc"])
     assert [number for _, number in seen.epochs] == [1, 2, 3]
     assert [row["epoch"] for row in read(tmp_path / f"{VGC}.csv")] == ["1", "2", "3"]
 

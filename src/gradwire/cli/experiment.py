@@ -22,7 +22,9 @@ def experiment(
     data: Annotated[Path | None, Option(help="cifar10: folder of the official binary files; text: any file")] = None,
     out: Annotated[Path | None, Option(help="folder of the results [results/NAME beside FILE]")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
-    only: Annotated[str, Option(help="only runs whose name has this in it")] = "",
+    only: Annotated[
+        list[str] | None, Option(help="only runs whose name has this in it; more than once: any of them")
+    ] = None,
     minutes: Annotated[float, Option(help="stop after so many, to go on later [never]")] = 0.0,
     save_every: Annotated[float, Option(help="seconds between two saves; 0: never")] = 120.0,
 ) -> None:
@@ -38,5 +40,5 @@ def experiment(
         folder = out or file.parent / "results" / file.stem
         with watch.watcher(plan, task.scores[0]) as seen:
             command = f"gradwire experiment {file.name}" + (" --data DATA" if data else "")
-            done = Runner(plan, task, where, folder, seen, save_every, minutes, command)(only)
+            done = Runner(plan, task, where, folder, seen, save_every, minutes, command)(only or [""])
     typer.echo(f"results in {folder}" + ("" if done else ": not done yet, the same command goes on"))

@@ -6,7 +6,7 @@ Several processes may share a folder: each takes runs that no other one has.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,10 +48,11 @@ class Runner:
     clock: Callable[[], float] = time.monotonic
     _begun: float = 0.0
 
-    def __call__(self, only: str = "") -> bool:
-        """Whether everything is done. only: runs whose name has this in it."""
+    def __call__(self, only: Sequence[str] = ("",)) -> bool:
+        """Whether everything is done. only: runs whose name has one of these in it, in this order."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._begun, runs = self.clock(), [run for run in self.experiment.runs if only in run.name]
+        self._begun = self.clock()
+        runs = list(dict.fromkeys(run for part in only for run in self.experiment.runs if part in run.name))
         self.watcher.begin(len(runs), self.experiment.epochs, sum(self._done(run) for run in runs))
         for run in runs:
             with taken(self.folder, run.name) as mine:
