@@ -63,6 +63,11 @@ class History:
         return [-self.score.sign * math.inf if math.isnan(value) else value for value in values]
 
     @property
+    def settled(self) -> float:
+        """The mean over the last tenth of the epochs: at a constant learning rate one epoch alone says little."""
+        return fmean(self.scores[-math.ceil(len(self.rows) / 10) :])
+
+    @property
     def ratio(self) -> float:
         """Of the whole run: parameters x steps / elements, so the epochs' harmonic mean; 1 / inf are no elements."""
         share = fmean(1 / ratio for ratio in self.column("ratio"))
@@ -102,6 +107,10 @@ class Setting:
     @property
     def score(self) -> float:
         return median(self.scores)
+
+    @property
+    def settled(self) -> float:
+        return median(history.settled for history in self.histories)
 
     @property
     def ratio(self) -> float:

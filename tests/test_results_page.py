@@ -8,7 +8,7 @@ import re
 
 import pytest
 
-from experiments import Setting, load, plots, tables
+from experiments import History, Setting, load, plots, tables
 from experiments.__main__ import FIGURES, PAGE, render
 
 PARAMETERS = 1000
@@ -109,14 +109,32 @@ def test_a_table_has_medians_ranges_and_the_ratio_of_the_whole_run(made_up):
     (study,) = results.studies
     rows = cells(tables.table(study))
     assert list(rows) == ["`dense`", "`vgc:alpha=1`", "`vgc:alpha=2`", "`qsgd:bits=4`"]
-    assert rows["`dense`"] == ["3", "88.00 % (80.00 to 90.00)", "-", "0.500", "-", "1.0", "1.0", "-", "4.0", "1.0"]
+    assert rows["`dense`"] == [
+        "3",
+        "88.00 % (80.00 to 90.00)",
+        "-",
+        "88.00 %",
+        "0.500",
+        "-",
+        "1.0",
+        "1.0",
+        "-",
+        "4.0",
+        "1.0",
+    ]
     # seed 0: 1 / mean(1/10, 1/40) = 16; seed 1: 1 / mean(0, 1/50) = 100; 150 and 54 bytes a step
     words, sent = f"{4 * PARAMETERS / 58 / 1000:.1f}", "0.1"
     assert study.settings[1].n_bytes == 102
-    expected = ["2", "85.50 % (85.00 to 86.00)", "-2.50", "0.500", "15.0", "58.0", "45.0", words, sent, "39.2"]
-    assert rows["`vgc:alpha=1`"] == expected
-    assert rows["`vgc:alpha=2`"][2:7] == ["-78.00", "0.500", "15.0", "∞", "∞"]
-    assert rows["`qsgd:bits=4`"][2:8] == ["+1.00", "0.500", "-", "1.0", "1.0", "-"]
+    quality = ["2", "85.50 % (85.00 to 86.00)", "-2.50", "85.50 %", "0.500"]
+    assert rows["`vgc:alpha=1`"] == [*quality, "15.0", "58.0", "45.0", words, sent, "39.2"]
+    assert rows["`vgc:alpha=2`"][2:8] == ["-78.00", "10.00 %", "0.500", "15.0", "∞", "∞"]
+    assert rows["`qsgd:bits=4`"][2:9] == ["+1.00", "89.00 %", "0.500", "-", "1.0", "1.0", "-"]
+
+
+def test_the_last_tenth_is_a_mean_over_its_epochs():
+    rows = [{"test_accuracy": str(epoch / 100)} for epoch in range(1, 31)]
+    assert History(rows, []).settled == pytest.approx((28 + 29 + 30) / 3)
+    assert History(rows[:11], []).settled == pytest.approx(10.5)
 
 
 def test_harmonic_means_count_no_elements_where_nothing_was_sent(made_up):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import randomness
+from gradwire.calm import calm
 from gradwire.replica import Loss, Replica
 
 
@@ -22,10 +23,9 @@ class Branches:
         self._graph = torch.cuda.CUDAGraph()
         rows = [[tensor[rank] for tensor in self._batch] for rank in range(len(replicas))]
         streams = [torch.cuda.Stream(device) for _ in replicas]  # type: ignore[no-untyped-call]
-        before, cached = randomness.get_state(device), torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a weight that was cast before would not be cast again by a replay
+        before = randomness.get_state(device)
         try:
-            with ExitStack() as stack:
+            with calm(), ExitStack() as stack:
                 for replica in replicas:
                     stack.enter_context(replica.capturing())
                 for replica, stream, row in zip(replicas, streams, rows, strict=True):
@@ -36,7 +36,6 @@ class Branches:
                 with torch.cuda.graph(self._graph):
                     self._record(replicas, streams, loss, rows)
         finally:
-            torch.set_autocast_cache_enabled(cached)
             randomness.set_state(before, device)
 
     def _record(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.finite import sifted
+from gradwire.calm import calm
 from gradwire.compressors.base import Context, Outcome, Rounds, is_rounds, said_by
 from gradwire.compressors.fixed import Body, Fixed
 from gradwire.wire.header import WORD_BYTES
@@ -51,7 +52,7 @@ class Repeated:
         """grads [W, N]: the same memory every time."""
         if self._graph is None:
             self._grads, self._graph = grads, torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            with calm(), torch.cuda.graph(self._graph):
                 rounds = is_rounds(self.compressor)
                 self._made = self._converse(grads, context) if rounds else self._gather(grads, context)
         assert grads.data_ptr() == self._grads.data_ptr()

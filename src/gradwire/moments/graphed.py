@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from gradwire.calm import calm
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments.broadcast import WATCHED
 from gradwire.moments.capturing import Capturing
@@ -82,6 +83,15 @@ class Graphed:
     def __reduce__(self) -> tuple[Any, ...]:
         return (bool, ())  # as dead as None, and loads where gradwire is not installed
 
+    def _made(self, module: nn.Module, sample: Sequence[Tensor], make: Callable[..., Any]) -> Any:
+        """By the module's forward alone, since torch graphs none that has hooks.
+
+        No reference to this object, which keeps the graphs alive.
+        """
+        own, count = self.own, len(sample)
+        with stand_ins(module, self.recorder) as parameters:
+            return make(lambda *given: own(*given[:count]), (*sample, *parameters), allow_unused_input=True)
+
     def _capture(self, module: nn.Module, sample: Sequence[Tensor], make: Callable[..., Any]) -> None:
         recorder, own = self.recorder, self.own
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
@@ -90,17 +100,11 @@ class Graphed:
         # told of a capture, where the accumulators of the gradients have a part in nothing
         quiet: Any = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)
         quiet(False)
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # a weight that was cast before would not be cast again by a replay
         try:
-            self.capturing.survey(own, sample)
-            with stand_ins(module, recorder) as parameters:
-                # by its forward alone, since torch graphs no module that has hooks; no reference to this object, which
-                # keeps the graphs alive
-                count = len(sample)
-                self.graph = make(lambda *given: own(*given[:count]), (*sample, *parameters), allow_unused_input=True)
+            with calm():
+                self.capturing.survey(own, sample)
+                self.graph = self._made(module, sample, make)
         finally:
-            torch.set_autocast_cache_enabled(cached)
             quiet(True)
             recorder.capturing = None
             recorder.begin_step(recorder.step)
