@@ -68,8 +68,12 @@ class Clock:
 
     def forget(self) -> None:
         """What was measured was of another method; the step under way does not count either."""
-        self._steps.clear()
+        self.drop()
         self._current = None
+
+    def drop(self) -> None:
+        """The steps so far do not count."""
+        self._steps.clear()
 
     def __len__(self) -> int:
         return len(self._steps)

@@ -4,6 +4,7 @@
     2. Otherwise encode and decode of the methods are timed on the gradients there are, and the cost model says which
        step is the shortest. A method that loses information must win by a margin.
     3. The chosen method is timed in turn. If the prediction was wrong it is corrected, and the choice is made anew.
+       A compressor whose prediction is so near that it may be wrong the other way round is timed too, once on a link.
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
 All of it happens between two steps, right after the optimizer's, from numbers of all ranks (council.py): so all ranks
@@ -23,9 +24,9 @@ import torch.distributed as dist
 
 from gradwire.auto.clock import Clock, work_of
 from gradwire.auto.council import Council
-from gradwire.auto.prices import alone_ms, dry_run, likely_error, numbers_of, with_numbers
+from gradwire.auto.prices import alone_ms, dry_run, likely_error, numbers_of, rival, with_numbers
 from gradwire.compressors import Compressor, Dense, to_spec
-from gradwire.compressors.base import Sum, is_sum
+from gradwire.compressors.base import Sum, is_sum, needs_room
 from gradwire.errors import CheckpointError
 from gradwire.exchange import Flight, agree, courier_of
 from gradwire.link import Link
@@ -34,7 +35,8 @@ from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
 from gradwire.sums import Small
 
-WARM, WINDOW = 3, 5  # steps after a switch that do not count; steps between two looks at the clock
+WARM = {False: 3, True: 10}  # steps after a switch that do not count; if much is sent at first, and less later
+WINDOW = 5  # steps between two looks at the clock
 MOST, ENOUGH_MS = 30, 1000.0  # steps that a method is timed for; fewer, if they take so long together
 SLOW_MS = 200.0  # steps longer than this are looked at one by one
 DRIFT = 1.3  # by how much a step may change before the link is measured again
@@ -101,7 +103,8 @@ class Pilot:
             self._clock.told(self._link.plain.passes())
         self._clock.stepped()
         self._since += 1
-        if self._since == WARM:
+        if self._since == self._warm:
+            self._clock.drop()
             self._bytes = self._link.meter.bytes_sent
         if self._asked is not None:
             flight, self._asked = self._asked, None
@@ -114,15 +117,16 @@ class Pilot:
         """With a method that is in use from now on."""
         self._clock.forget()
         self._asked, self._since, self._bytes, self._expected_ms = None, 0, 0, None
+        self._warm = WARM[needs_room(self._link.compressor)]
         if self._link.plain is not None:
             self._link.plain.watch(closely=True)
 
     def _due(self) -> bool:
         """The same on every rank: from numbers that all have."""
-        if self._since < WARM + WINDOW:
+        if self._since < self._warm + WINDOW:
             return False
         slow = self._expected_ms is not None and self._expected_ms > SLOW_MS
-        return slow or (self._since - WARM) % WINDOW == 0
+        return slow or (self._since - self._warm) % WINDOW == 0
 
     def _figures(self) -> list[float]:
         clock = self._clock
@@ -134,7 +138,7 @@ class Pilot:
     def _hear(self, rows: list[list[float]]) -> None:
         """Figures of all ranks."""
         step_ms, shorter, longer = (max(column) for column in list(zip(*rows, strict=True))[:3])
-        timed = self._since - WARM
+        timed = self._since - self._warm
         if self._expected_ms is None and timed < MOST and timed * step_ms < ENOUGH_MS:
             return
         self._learn(max((row[3:6] for row in rows), key=sum))  # of the rank that the others wait for
@@ -164,7 +168,7 @@ class Pilot:
             self._work = work_of(self._clock.layouts(), parts)
         self._price([spec])
         # the same on every rank: so long are the messages of all
-        n_bytes = (self._link.meter.bytes_sent - self._bytes) / max(1, self._since - WARM)
+        n_bytes = (self._link.meter.bytes_sent - self._bytes) / max(1, self._since - self._warm)
         known: dict[str, Any] = {"bytes_per_element": n_bytes / self._link.n_parameters, "head_bytes": 0.0}
         if self.methods[spec].needs_moments:
             plain = self._work.forward_ms + self._work.backward_ms
@@ -205,6 +209,11 @@ class Pilot:
         if verdict.predictions[verdict.chosen].step_ms > (1 - least) * step_ms:
             words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
             verdict = replace(verdict, chosen=self.chosen, words=words)
+        if verdict.chosen == self.chosen and not is_sum(self._link.compressor):
+            other = rival(verdict.predictions, self._errors, self.methods, (1 - MARGIN) * step_ms)
+            if other is not None:
+                words = f"{other}: on this link ({describe(self.network)}) it may be faster than {self.chosen}: timed"
+                verdict = replace(verdict, chosen=other, words=words)
         if self.verdict is None or verdict.chosen != self.chosen:
             self._say(f"gradwire: step {self._link.steps}: {verdict.words}")
         self.verdict = verdict
@@ -216,13 +225,14 @@ class Pilot:
         """What a switch must win, so that methods that are nearly equal do not take turns.
 
         Back to a sum nothing: `choose` takes it as soon as a method that loses information is not faster by the margin.
+        From a sum to one that is only predicted to be faster, twice the margin.
         """
         if spec == self.chosen:
             return -math.inf
         to_sum, from_sum = (is_sum(self.methods[one]) for one in (spec, self.chosen))
         if to_sum and not from_sum:
             return -math.inf
-        return 2 * MARGIN if from_sum and not to_sum else MARGIN
+        return 2 * MARGIN if from_sum and not to_sum and spec not in self._errors else MARGIN
 
     def _choose(self, specs: Sequence[str]) -> Verdict:
         assert self._work is not None

@@ -14,10 +14,11 @@ from gradwire.compressors.base import is_sum
 from gradwire.layout import Layout
 from gradwire.link import Link
 from gradwire.plan import costs
-from gradwire.plan.model import Cost, Network, piece_of
+from gradwire.plan.model import Cost, Network, Prediction, piece_of
 
 MOMENTS = 1.15  # what second moments cost a forward and backward, until a step with them is timed
 DENSITY = 0.01  # of the elements pass, until it is seen how many do
+WRONG = 0.3  # by so much a compressor may be faster than predicted, beside another one that was timed
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
@@ -67,3 +68,19 @@ def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, C
         return errors[spec]
     alike = [error for one, error in errors.items() if is_sum(methods[one]) == is_sum(methods[spec])]
     return [1.0, *errors.values(), *alike][-1]
+
+
+def rival(
+    predictions: Mapping[str, Prediction],
+    errors: Mapping[str, float],
+    methods: Mapping[str, Compressor],
+    below_ms: float,
+) -> str | None:
+    """The likeliest of the compressors that may take less, and that nobody has timed: those in `errors` were."""
+    may_take = {
+        spec: (1 - WRONG) * prediction.step_ms
+        for spec, prediction in predictions.items()
+        if spec not in errors and not is_sum(methods[spec])
+    }
+    near = [spec for spec, may_ms in may_take.items() if may_ms < below_ms]
+    return min(near, key=may_take.__getitem__, default=None)
