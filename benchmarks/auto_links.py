@@ -21,9 +21,8 @@ from gradwire.lab.loopback import Loopback
 Row = dict[str, Any]
 HOSTS, BATCH = 4, 32
 RATES = {10: 2, 50: 2, 100: 4, 500: 4, 1000: 4}  # Mbit/s; turns of what is compared, more where cores decide
-TURNS = 4  # of auto beside the best
 METHODS = ("dense", "bf16", "vgc:alpha=1.5", "powersgd:rank=4")
-WARM, SETTLED, CHOSEN = 12, 60, 180  # steps; what VGC holds back comes to rest slowly; auto has timed its methods
+WARM, SETTLED, CHOSEN = 12, 60, 250  # steps; what VGC holds back comes to rest slowly; auto has timed its methods
 WITHIN, CELLS_OUTSIDE, AUTO_BAR = 0.15, 2, 1.10
 BUDGET_MBIT, BUDGET_STEPS = 8, 100
 ROUNDS, LOOPBACK_BATCH = 450, 256
@@ -73,13 +72,14 @@ class Hosts:
             self.lab.set_rate(host, mbit if isinstance(mbit, str) else f"{mbit}Mbit")
 
     def step_ms(self, method: str) -> float:
-        return self.training(method)[0]
+        """The median step of the slowest host."""
+        answers = self.order("train", method=method, model="mlp", warm=settled(method), batch=BATCH)
+        return float(max(answer["step_ms"] for answer in answers))
 
-    def training(self, method: str) -> tuple[float, str]:
-        """The median step of the slowest host, and what was in use at the end."""
-        warm = CHOSEN if method == "auto" else SETTLED if method.startswith("vgc") else WARM
-        answers = self.order("train", method=method, model="mlp", warm=warm, batch=BATCH, methods=METHODS)
-        return float(max(answer["step_ms"] for answer in answers)), str(answers[0]["used"][-1])
+
+def settled(method: str) -> int:
+    """Steps before those that count."""
+    return SETTLED if method.startswith("vgc") else WARM
 
 
 def rows() -> Iterator[Row]:
@@ -129,9 +129,11 @@ def predictions(hosts: Hosts) -> Iterator[Row]:
 
 
 def beside_the_best(hosts: Hosts, mbit: int, best: str) -> Row:
-    """In turns, and the best of four each: what else the machine does makes any of them longer, by up to a fifth."""
-    turns = [(hosts.training("auto"), hosts.step_ms(best)) for _ in range(TURNS)]
-    (found, used), reference = (min(column) for column in zip(*turns, strict=True))
+    """Blocks of steps in turns, medians of the slowest host: now and then the machine is a fifth slower for seconds."""
+    warm = [CHOSEN, settled(best)]
+    answers = hosts.order("beside", best=best, methods=METHODS, batch=BATCH, warm=warm)
+    used = answers[0]["used"]
+    found, reference = (max(answer[name] for answer in answers) for name in ("auto", "best"))
     return {
         "what": f"auto (at last {used}), MLP of 0.5 M, {HOSTS} hosts, {mbit} Mbit/s",
         "against": f"the best of {len(METHODS)} methods: {best}",

@@ -33,6 +33,7 @@ from gradwire.train.team import Team
 FEWEST, MOST = 6, 60  # steps that are timed, and about so many seconds of them
 TIMED_S = 3.0
 AUTO_SETTLES = 50  # steps in which auto measures
+BLOCKS, BLOCK = 5, 40  # turns, and steps of each: more than auto's clock keeps, so that it has one long one among them
 
 
 class Noise:
@@ -84,6 +85,28 @@ class Watch:
         return took
 
 
+class Pupil:
+    """One model in training."""
+
+    def __init__(self, task: Noise, ddp: DistributedDataParallel, wire: Any) -> None:
+        self.task, self.ddp, self.wire, self.number = task, ddp, wire, 0
+        self.optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+
+    def step(self) -> float:
+        """Milliseconds of one."""
+        start, place = time.perf_counter(), self.number * dist.get_world_size() + dist.get_rank()
+        inputs, targets = self.task.batch(torch.arange(self.task.size) + self.task.size * place)
+        self.optimizer.zero_grad()
+        self.task.loss(self.ddp(inputs), targets).backward()
+        self.optimizer.step()
+        self.number += 1
+        return 1e3 * (time.perf_counter() - start)
+
+    @property
+    def used(self) -> str:
+        return "" if self.wire is None else to_spec(self.wire.compressor)
+
+
 class Host:
     """One rank."""
 
@@ -107,8 +130,8 @@ class Host:
         steps: so many; say: each as it ends; methods: what auto chooses from.
         """
         task, watch = Noise(model, batch), Watch()
-        ddp, wire = self._begin(task, method, list(methods), watch, ONE_BUCKET if one_bucket else {})
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+        pupil = Pupil(task, *self._begin(task, method, list(methods), watch, ONE_BUCKET if one_bucket else {}))
+        wire = pupil.wire
         times, exchanges, used = [], [], []
         begin = time.perf_counter()
         for number in range(warm + (steps or MOST)):
@@ -116,15 +139,9 @@ class Host:
                 begin = time.perf_counter()
                 if wire is not None:
                     wire.reset_stats()
-            start = time.perf_counter()
-            indices = torch.arange(batch) + batch * (number * dist.get_world_size() + self.rank)
-            inputs, targets = task.batch(indices)
-            optimizer.zero_grad()
-            task.loss(ddp(inputs), targets).backward()
-            optimizer.step()
-            times.append(1e3 * (time.perf_counter() - start))
+            times.append(pupil.step())
             exchanges.append(watch.lap_ms())
-            used.append("" if wire is None else to_spec(wire.compressor))
+            used.append(pupil.used)
             if say:
                 print(f"step {number}", flush=True)
             enough = number + 1 >= warm + FEWEST and time.perf_counter() - begin > TIMED_S
@@ -142,6 +159,20 @@ class Host:
             "times": times,
             "used": used,
         }
+
+    def beside(self, best: str, methods: Sequence[str], batch: int, warm: Sequence[int]) -> dict[str, Any]:
+        """Steps of auto and of another method in turns; medians. warm: steps of each before those that count."""
+        task = Noise("mlp", batch)
+        pupils = [Pupil(task, *self._begin(task, name, list(methods), Watch(), {})) for name in ("auto", best)]
+        times: list[list[float]] = [[] for _ in pupils]
+        for pupil, count in zip(pupils, warm, strict=True):
+            for _ in range(count):
+                pupil.step()
+        for _ in range(BLOCKS):
+            for pupil, took in zip(pupils, times, strict=True):
+                took += [pupil.step() for _ in range(BLOCK)][1:]
+        auto_ms, best_ms = map(statistics.median, times)
+        return {"auto": auto_ms, "best": best_ms, "used": pupils[0].used}
 
     def compare(self, rounds: int, batch: int) -> dict[str, Any]:
         """Steps of plain DDP, of the same once more and of auto, taking turns; medians."""

@@ -4,7 +4,7 @@
     2. Otherwise encode and decode of the methods are timed on the gradients there are, and the cost model says which
        step is the shortest. A method that loses information must win by a margin.
     3. The chosen method is timed in turn. If the prediction was wrong it is corrected, and the choice is made anew.
-       A compressor whose prediction is so near that it may be wrong the other way round is timed too, once on a link.
+       While a compressor is in use, methods that may be faster than they are predicted to be are timed too, once.
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
 All of it happens between two steps, right after the optimizer's, from numbers of all ranks (council.py): so all ranks
@@ -209,17 +209,25 @@ class Pilot:
         if verdict.predictions[verdict.chosen].step_ms > (1 - least) * step_ms:
             words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
             verdict = replace(verdict, chosen=self.chosen, words=words)
-        if verdict.chosen == self.chosen and not is_sum(self._link.compressor):
-            other = rival(verdict.predictions, self._errors, self.methods, (1 - MARGIN) * step_ms)
-            if other is not None:
-                words = f"{other}: on this link ({describe(self.network)}) it may be faster than {self.chosen}: timed"
-                verdict = replace(verdict, chosen=other, words=words)
+        verdict = self._or_rival(verdict, step_ms)
         if self.verdict is None or verdict.chosen != self.chosen:
             self._say(f"gradwire: step {self._link.steps}: {verdict.words}")
         self.verdict = verdict
         if verdict.chosen != self.chosen:
             self._link.use(self.methods[verdict.chosen], self._small(verdict.chosen))
             self._begin()
+
+    def _or_rival(self, verdict: Verdict, step_ms: float) -> Verdict:
+        """Beside compressors, and a choice that was timed: one that was not, and that may be faster."""
+        chosen = verdict.chosen
+        if is_sum(self._link.compressor) or chosen not in {self.chosen, *self._errors}:
+            return verdict
+        chosen_ms = step_ms if chosen == self.chosen else verdict.predictions[chosen].step_ms
+        other = rival(verdict.predictions, self._errors, self.methods, (1 - MARGIN) * chosen_ms)
+        if other is None:
+            return verdict
+        words = f"{other}: on this link ({describe(self.network)}) it may be faster than {chosen}: it is timed"
+        return replace(verdict, chosen=other, words=words)
 
     def _least_gain(self, spec: str) -> float:
         """What a switch must win, so that methods that are nearly equal do not take turns.

@@ -18,7 +18,7 @@ from gradwire.plan.model import Cost, Network, Prediction, piece_of
 
 MOMENTS = 1.15  # what second moments cost a forward and backward, until a step with them is timed
 DENSITY = 0.01  # of the elements pass, until it is seen how many do
-WRONG = 0.3  # by so much a compressor may be faster than predicted, beside another one that was timed
+WRONG = {False: 0.3, True: 0.15}  # by so much a method may be faster than predicted, beside one that was timed; a sum
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
@@ -62,12 +62,14 @@ def alone_ms(numel: int, network: Network, cost: Cost) -> float:
 def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, Compressor]) -> float:
     """Measured / predicted of this method: most likely as of the last of its like, until it is measured itself.
 
-    A sum and a compressor are not alike: where workers share cores, encode and decode take longer than predicted.
+    What is wrong with a sum may be wrong with all. A compressor says nothing of a sum: where workers share cores, its
+    encode and decode take longer than predicted.
     """
     if spec in errors:
         return errors[spec]
     alike = [error for one, error in errors.items() if is_sum(methods[one]) == is_sum(methods[spec])]
-    return [1.0, *errors.values(), *alike][-1]
+    others = [] if is_sum(methods[spec]) else list(errors.values())
+    return [1.0, *others, *alike][-1]
 
 
 def rival(
@@ -76,11 +78,11 @@ def rival(
     methods: Mapping[str, Compressor],
     below_ms: float,
 ) -> str | None:
-    """The likeliest of the compressors that may take less, and that nobody has timed: those in `errors` were."""
+    """The likeliest of the methods that may take less, and that nobody has timed: those in `errors` were."""
     may_take = {
-        spec: (1 - WRONG) * prediction.step_ms
+        spec: (1 - WRONG[is_sum(methods[spec])]) * prediction.step_ms
         for spec, prediction in predictions.items()
-        if spec not in errors and not is_sum(methods[spec])
+        if spec not in errors
     }
     near = [spec for spec, may_ms in may_take.items() if may_ms < below_ms]
     return min(near, key=may_take.__getitem__, default=None)
