@@ -33,7 +33,7 @@ SUITES = {
         "overlap_gpu",
         "simulate_gpu",
     ),
-    "links": ("auto_links", "race_links"),
+    "links": ("auto_links", "loopback_links", "race_links", "replay_links"),
 }
 COLUMNS = ("benchmark", "what", "against", "measured", "reference", "unit", "ratio", "bar", "holds")
 Row = dict[str, Any]

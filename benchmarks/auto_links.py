@@ -15,8 +15,7 @@ from typing import Any
 
 from gradwire.lab import Lab, missing
 from gradwire.lab.commands import Hosts as Machines
-from gradwire.lab.commands import environment, free_port
-from gradwire.lab.loopback import Loopback
+from gradwire.lab.commands import environment
 
 Row = dict[str, Any]
 HOSTS, BATCH = 4, 32
@@ -25,7 +24,6 @@ METHODS = ("dense", "bf16", "vgc:alpha=1.5", "powersgd:rank=4")
 WARM, SETTLED, CHOSEN = 12, 60, 250  # steps; what VGC holds back comes to rest slowly; auto has timed its methods
 WITHIN, CELLS_OUTSIDE, AUTO_BAR = 0.15, 2, 1.10
 BUDGET_MBIT, BUDGET_STEPS = 8, 100
-ROUNDS, LOOPBACK_BATCH = 450, 256
 
 
 class Hosts:
@@ -92,7 +90,6 @@ def rows() -> Iterator[Row]:
         yield from budget(hosts)
         yield from drop(hosts)
         yield from exchanges(hosts)
-    yield from loopback()
 
 
 def predictions(hosts: Hosts) -> Iterator[Row]:
@@ -207,18 +204,3 @@ def _exchanges(
         row = {"what": f"{what} (ratio {ours[0]['ratio']:.0f})", "against": method, "time_ms": found}
         judged = {} if bar is None else {"bar": bar, "holds": found <= bar * theirs}
         yield row | {"reference_ms": theirs} | judged
-
-
-def loopback() -> Iterator[Row]:
-    """Two processes with nothing between them: what auto costs where nothing can be won."""
-    with Loopback(2) as machines:
-        hosts = Hosts(machines, free_port(machines.address(0)))
-        answers = hosts.order("compare", rounds=ROUNDS, batch=LOOPBACK_BATCH)
-    found = {name: max(answer[name] for answer in answers) for name in ("auto", "control", "plain")}
-    against = {
-        "auto": f"plain DDP ({answers[0]['method']}, forwards swapped: {answers[0]['swapped']})",
-        "control": "itself",
-    }
-    for name, bar in (("auto", {"bar": 1.03, "holds": found["auto"] <= 1.03 * found["plain"]}), ("control", {})):
-        what = f"a step over loopback, MLP of 0.5 M, B {LOOPBACK_BATCH}, median of {answers[0]['steps']}: {name}"
-        yield {"what": what, "against": against[name], "time_ms": found[name], "reference_ms": found["plain"]} | bar

@@ -159,7 +159,7 @@ def test_a_small_replay_takes_as_long_as_its_bytes(trace, tmp_path):
 @pytest.mark.slow
 def test_a_replay_is_near_the_real_training():
     """The bound of 10 % is the benchmark's; here two cores may be busy with other tests."""
-    from benchmarks.race_links import checked
+    from benchmarks.replay_links import checked
 
     row = checked("bf16", "10", hosts=2, counted=20, rounds=1)
     assert row["ratio"] < 1.5
