@@ -96,11 +96,14 @@ class Pupil:
         """Milliseconds of one."""
         start, place = time.perf_counter(), self.number * dist.get_world_size() + dist.get_rank()
         inputs, targets = self.task.batch(torch.arange(self.task.size) + self.task.size * place)
+        self.learn(inputs, targets)
+        self.number += 1
+        return 1e3 * (time.perf_counter() - start)
+
+    def learn(self, inputs: Tensor, targets: Tensor) -> None:
         self.optimizer.zero_grad()
         self.task.loss(self.ddp(inputs), targets).backward()
         self.optimizer.step()
-        self.number += 1
-        return 1e3 * (time.perf_counter() - start)
 
     @property
     def used(self) -> str:
@@ -179,14 +182,12 @@ class Host:
         task, times = Noise("mlp", batch), dict[str, list[float]](plain=[], control=[], auto=[])
         models = {name: DistributedDataParallel(task.make_model()) for name in times}
         wire = gradwire.attach(models["auto"], "auto")
-        optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+        pupils = {name: Pupil(task, model, None) for name, model in models.items()}
         for number in range(rounds):
             inputs, targets = task.batch(torch.arange(batch) + number * batch)
-            for name in models:  # always in this order: auto is to see steps of one length
+            for name, pupil in pupils.items():  # always in this order: auto is to see steps of one length
                 start = time.perf_counter()
-                optimizers[name].zero_grad()
-                task.loss(models[name](inputs), targets).backward()
-                optimizers[name].step()
+                pupil.learn(inputs, targets)
                 times[name].append(1e3 * (time.perf_counter() - start))
         swapped = any("forward" in module.__dict__ for module in models["auto"].module.modules())
         settled = {name: took[AUTO_SETTLES:] for name, took in times.items()}

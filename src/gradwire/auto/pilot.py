@@ -209,7 +209,7 @@ class Pilot:
         if verdict.predictions[verdict.chosen].step_ms > (1 - least) * step_ms:
             words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
             verdict = replace(verdict, chosen=self.chosen, words=words)
-        verdict = self._or_rival(verdict, step_ms)
+        verdict = self._or_rival(verdict)
         if self.verdict is None or verdict.chosen != self.chosen:
             self._say(f"gradwire: step {self._link.steps}: {verdict.words}")
         self.verdict = verdict
@@ -217,13 +217,13 @@ class Pilot:
             self._link.use(self.methods[verdict.chosen], self._small(verdict.chosen))
             self._begin()
 
-    def _or_rival(self, verdict: Verdict, step_ms: float) -> Verdict:
-        """Beside compressors, and a choice that was timed: one that was not, and that may be faster."""
+    def _or_rival(self, verdict: Verdict) -> Verdict:
+        """While a compressor is in use, and the choice was timed on this link: one that was not, and may be faster."""
         chosen = verdict.chosen
-        if is_sum(self._link.compressor) or chosen not in {self.chosen, *self._errors}:
+        if is_sum(self._link.compressor) or chosen not in self._errors:
             return verdict
-        chosen_ms = step_ms if chosen == self.chosen else verdict.predictions[chosen].step_ms
-        other = rival(verdict.predictions, self._errors, self.methods, (1 - MARGIN) * chosen_ms)
+        below_ms = (1 - MARGIN) * verdict.predictions[chosen].step_ms
+        other = rival(verdict.predictions, self._errors, self.methods, below_ms)
         if other is None:
             return verdict
         words = f"{other}: on this link ({describe(self.network)}) it may be faster than {chosen}: it is timed"
