@@ -182,7 +182,8 @@ class Dry:
         noise = [torch.linspace(-1, 1, TINY, device=self.device)]
         for _ in range(SETTLE + last):
             tiny.step(noise, noise)
-        alone_ms = usual(times.encode for times in tiny.times[-last:])
+        # the least: a busy moment here would make all of a bucket's encode a fixed cost
+        alone_ms = min(times.encode for times in tiny.times[-last:])
         handed_over_ms = 0.0 if self.kind == "sum" else hand_over_ms(last)
         return _cost(self, self.times[-last:], alone_ms, handed_over_ms)
 
