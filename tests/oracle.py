@@ -37,12 +37,15 @@ class Worker:
     floor: float = 0.0
     feedback: bool = False
     rounding: str = "paper"
+    momentum: float = 0.0
     r: list[np.float32] = field(default_factory=list)
     v: list[np.float32] = field(default_factory=list)
+    u: list[np.float32] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.r = [f32(0)] * sum(self.sizes)
         self.v = [f32(0)] * sum(self.sizes)
+        self.u = [f32(0)] * sum(self.sizes)
 
     def step(self, g, m) -> dict[int, np.float32]:
         """What is sent: {place: value}."""
@@ -51,15 +54,17 @@ class Worker:
         for size in self.sizes:
             places = range(begin, begin + size)
             for i in places:
-                self.r[i] = f32(self.r[i] + f32(g[i]))
+                self.u[i] = f32(f32(f32(self.momentum) * self.u[i]) + f32(g[i]))
+                self.r[i] = f32(self.r[i] + self.u[i])
                 self.v[i] = f32(self.v[i] + f32(m[i]))
-            sent.update(self._tensor(places))
+            for i, value in self._tensor(places).items():
+                sent[i], self.u[i] = value, f32(0)
             begin += size
         return sent
 
     def passes(self, i: int) -> bool:
         r, v = self.r[i], self.v[i]
-        threshold = f32(f32(self.alpha) * v)
+        threshold = f32(f32(self.alpha / (1 - self.momentum) ** 2) * v)
         if self.floor:
             threshold = f32(threshold + f32(f32(self.floor) * f32(self.floor)))
         return bool(abs(r) >= 2.0**-126 and f32(r * r) > threshold and (self.tau is None or abs(r) > f32(self.tau)))

@@ -22,6 +22,8 @@ METHODS = [
     VGC(alpha=1.0, floor=0.3),
     VGC(alpha=0.5, density=0.05),
     VGC(alpha=2.0, tau=0.5),
+    VGC(alpha=0.02, momentum=0.9),
+    VGC(alpha=0.01, momentum=0.9, density=0.05),
     Strom(tau=0.7),
 ]
 

@@ -61,7 +61,7 @@ def real(compressor: Any) -> tuple[list[str], dict[str, Any], dict[str, Tensor],
     return prints, wire.state_dict(), dict(model.module.named_buffers()), wire.stats()
 
 
-HELD = [VGC(alpha=1.0), VGC(alpha=1.5, tau=0.02), Strom(tau=0.02)]
+HELD = [VGC(alpha=1.0), VGC(alpha=1.5, tau=0.02), VGC(alpha=0.2, momentum=0.5), Strom(tau=0.02)]
 FIXED = [TopK(density=0.1), gradwire.QSGD()]
 # A dense step is an all-reduce, and a ring of three adds in another order than we do: with two there is only one.
 PAIRS = [(method, 2) for method in (*HELD, *FIXED, Dense())] + [(method, 3) for method in FIXED]
@@ -80,7 +80,7 @@ def test_agrees_with_real_processes_bit_for_bit(spawn, compressor, workers):
         assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
 
 
-@pytest.mark.parametrize("compressor", [VGC(alpha=1.0), Strom(tau=0.02)], ids=repr)
+@pytest.mark.parametrize("compressor", [VGC(alpha=1.0), VGC(alpha=0.2, momentum=0.5), Strom(tau=0.02)], ids=repr)
 def test_state_counts_and_buffers_of_every_worker(spawn, compressor):
     """Two workers, where a sum of two numbers has one order; real ones send their message in ten buckets."""
     simulation, optimizer = simulated(compressor, 2)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gradwire import kernels
-from gradwire.compressors.base import Context
+from gradwire.compressors.base import Context, tensors
 from gradwire.compressors.strom import Strom, StromState
-from gradwire.compressors.vgc import VGC, VGCState
+from gradwire.compressors.vgc import VGC
 from gradwire.layout import Layout
 from gradwire.wire.header import WORD_BYTES
 
@@ -53,21 +53,17 @@ class Abreast:
 
     def states(self) -> list[Any]:
         """Each worker's, as views."""
-        state, shape = self.state, (self.workers, self.layout.numel)
-        rows = zip(state.residual.view(shape), state.variance.view(shape), strict=True)
-        if isinstance(state, VGCState):
-            return [VGCState(*row) for row in rows]
-        return [StromState(residual) for residual, _ in rows]
+        shape = (self.workers, self.layout.numel)
+        rows = zip(*(tensor.view(shape) for tensor in tensors(self.state)), strict=True)
+        return [type(self.state)(*row) for row in rows]
 
     def __call__(self, grads: Tensor, moments: Tensor, context: Context) -> Crossing:
         """grads and moments are [W, N]."""
         state, vgc, shape = self.state, self.vgc, (self.workers, len(self.layout))
         moment = state.moment if isinstance(state, StromState) else moments.flatten()
         kernel, chunk = kernels.select(grads.device), self.layout.numel
-        chosen = kernel.encode(
-            grads.flatten(), moment, state.residual, state.variance, None, self.whole, vgc.rule_in(context),
-            context.capacity * self.workers, context.step, chunk,
-        )  # fmt: skip
+        room = context.capacity * self.workers
+        chosen = vgc.choose(grads.flatten(), moment, state, context, self.whole, room, chunk)
         out, exponents = torch.zeros_like(grads[0]), chosen.exponents.view(shape)
         if sum(context.capacity):
             words, sound = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)

@@ -74,6 +74,10 @@ class Ranks:
         """The same method with other options."""
         if compressor == self.compressor:
             return
+        if _form(compressor) is not _form(self.compressor):
+            raise ValueError(
+                f"{compressor!r} holds back something else than {self.compressor!r}: begin a new simulation"
+            )
         self._check(compressor)
         self.compressor, self.repeated, self._steps_alike = compressor, None, 0
         if self.abreast is not None:
@@ -211,6 +215,11 @@ class Ranks:
     def snapshot(self) -> list[list[Tensor]]:
         """A copy of every worker's state."""
         return [[] if state is None else [tensor.clone() for tensor in tensors(state)] for state in self.states]
+
+
+def _form(compressor: Any) -> type | None:
+    """Of a worker's state."""
+    return None if is_sum(compressor) else type(compressor.init(Layout.of([]), CPU))
 
 
 def _rows(vectors: Rows) -> Tensor:

@@ -75,6 +75,9 @@ ROWS: dict[str, Row] = {
     "vgc": Row(VGC(alpha=1.0), why="rounding is dropped", error=(0.05, 0.5), bits=12),
     "vgc feedback": Row(VGC(alpha=1.0, feedback=True), conserves=0.0, error=(0.05, 0.5), bits=12),
     "vgc budget": Row(VGC(0.5, feedback=True, max_bytes_per_step=9000), conserves=0.0, error=(0.05, 0.5), bits=12),
+    "vgc momentum": Row(
+        VGC(alpha=0.01, momentum=0.9), why="rounding is dropped", error=(0.05, 0.5), bits=12, momentum=0.0, lr=0.3
+    ),
     "vgc rate": Row(VGC(alpha=1.0, budget="6.25MB/s"), why="rounding is dropped", error=(0.05, 0.5), bits=12),
     "vgc density": Row(VGC(alpha=0.5, feedback=True, density=0.05), conserves=0.0, error=(0.7, 0.85), bits=0.2),
 }

@@ -33,6 +33,8 @@ VARIANTS = {
     "hybrid alpha 2": {"alpha": 2.0, "tau": 0.1},
     "floor": {"alpha": 1.0, "floor": 0.05},
     "threshold": {"alpha": 0.0, "floor": 0.1},
+    "momentum": {"alpha": 0.02, "momentum": 0.9, "zeta": 0.97},
+    "momentum unbiased": {"alpha": 0.5, "momentum": 0.5, "rounding": "unbiased"},
 }
 
 
@@ -71,6 +73,8 @@ def test_every_element_of_many_steps_is_that_of_the_specification(options, wire)
         }
         assert torch.equal(state.residual, torch.tensor(np.array(worker.r)))
         assert torch.equal(state.variance, torch.tensor(np.array(worker.v)))
+        if vgc.momentum:
+            assert torch.equal(state.velocity, torch.tensor(np.array(worker.u)))
         assert int(message.sent.sum()) == len(expected)
         n_sent += len(expected)
     assert 60 < n_sent < 60 * N * 0.9  # neither nothing nor everything

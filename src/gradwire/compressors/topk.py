@@ -15,6 +15,7 @@ from gradwire.arithmetic.quota import Quota, check_density
 from gradwire.compressors.base import Context
 from gradwire.compressors.fixed import Body, Fixed, rank_by_rank
 from gradwire.compressors.held import Held, Residual
+from gradwire.compressors.velocity import check_momentum, quicken
 from gradwire.layout import Layout
 from gradwire.wire import header, places
 from gradwire.wire.places import Code
@@ -67,8 +68,7 @@ class TopK(Held, Fixed):
         if self.density is None:
             object.__setattr__(self, "density", DENSITY)
         check_density("TopK", self._final)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"TopK: momentum must be in [0, 1), got {self.momentum}")
+        check_momentum("TopK", self.momentum)
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"TopK: clip must be a finite number > 0, got {self.clip}")
         if self.warmup < 0:
@@ -109,13 +109,7 @@ class TopK(Held, Fixed):
         """u = m u + g; r += u. Tensors without a gradient keep both."""
         if self.clip is not None:
             grad = _clipped(grad, context.layout, self.clip / context.world_size**0.5)
-        if self.momentum:
-            active, decay = context.active, self.momentum
-            kept = decay if active is None else context.layout.spread(torch.where(active, decay, 1.0))
-            # two roundings: whether a product and a sum are fused depends on the place in the bucket
-            state.velocity.mul_(kept).add_(grad)
-            grad = context.only(state.velocity)
-        state.residual += grad
+        state.residual += quicken(state.velocity, grad, self.momentum, context) if self.momentum else grad
 
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
         quota = self._quota(context)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from gradwire import kernels
 from gradwire.arithmetic.quota import check_density
 from gradwire.budget import bytes_a_second
 from gradwire.compressors.base import Arrival, Context, Message
+from gradwire.compressors.velocity import check_momentum, halted, quicken
 from gradwire.layout import Layout
 from gradwire.wire import header
 from gradwire.wire.compact_blocks import Blocks, block_length, room_words
@@ -30,6 +32,13 @@ class VGCState:
     variance: Tensor = field(metadata={"power": 2})  # v: how uncertain r is
 
 
+@dataclass
+class VGCMomentum(VGCState):
+    """And the momentum that goes into r."""
+
+    velocity: Tensor = field(metadata={"power": 1})  # u
+
+
 @dataclass(frozen=True)
 class VGC:
     """Sends an element when it is unambiguous: r^2 > alpha v + floor^2, as a sign, three bits of exponent and a place.
@@ -44,6 +53,9 @@ class VGC:
     (kernels/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k.
     max_bytes_per_step (ours): the density that fits: what a worker hands to the collectives in a step, heads included,
     is at most that, and nearly that if enough scores are positive. Nothing but a change of the method is sent densely.
+    momentum (ours), m: u = m u + g goes into r in the place of g, and u = r = v = 0 where an element is sent. A
+    contribution comes to 1 / (1 - m) of itself in time, so the test is r^2 > alpha v / (1 - m)^2 + floor^2. The
+    optimizer's own momentum must then be 0.
     budget (ours): the same for a rate, "50Mbit/s" or "6.25MB/s", of what a worker's link carries upwards: W - 1
     messages a step. The time of a step is measured as training goes, so two runs do not have the same bits.
     """
@@ -58,6 +70,7 @@ class VGC:
     density: float | None = None
     budget: str | None = None
     max_bytes_per_step: int | None = None
+    momentum: float = 0.0
 
     needs_moments: ClassVar[bool] = True
     needs_room: ClassVar[bool] = True
@@ -88,6 +101,9 @@ class VGC:
             raise ValueError(
                 "VGC: with tau the size sent is always tau: feedback and rounding mean nothing, leave them out"
             )
+        check_momentum("VGC", self.momentum)
+        if self.momentum and (self.feedback or self.tau is not None):
+            raise ValueError("VGC: momentum stops where an element is sent whole: leave out feedback and tau")
         if self.rounding not in ROUNDINGS:
             raise ValueError(f"VGC: rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}")
         if self.wire not in WIRES:
@@ -116,13 +132,13 @@ class VGC:
         return cls(alpha=alpha, zeta=0.999, tau=tau, floor=0.0, feedback=False, rounding="paper", wire="words")
 
     def init(self, layout: Layout, device: torch.device) -> VGCState:
-        return VGCState(*(torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in range(2)))
+        kind = VGCMomentum if self.momentum else VGCState
+        return kind(*(torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in fields(kind)))
 
     def encode(self, grad: Tensor, moment: Tensor, state: VGCState, context: Context) -> Message:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
         kernel, shape, chunk = kernels.select(grad.device), self.shape(context), kernels.CHUNK
-        inputs = (grad, moment, state.residual, state.variance, context.active)
-        chosen = kernel.encode(*inputs, context.layout, self.rule_in(context), context.capacity, context.step, chunk)
+        chosen = self.choose(grad, moment, state, context, context.layout, context.capacity, chunk)
         orders, body, counts = None, chosen.words, chosen.counts
         if self.wire == "compact":
             orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
@@ -130,6 +146,24 @@ class VGC:
         parts = header.Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
         data = kernel.seal(shape, context.step, parts)
         return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self.norm(chosen))
+
+    def choose(
+        self,
+        grad: Tensor,
+        moment: Tensor,
+        state: Any,
+        context: Context,
+        layout: Layout,
+        capacity: Sequence[int],
+        chunk: int,
+    ) -> kernels.Selection:
+        """Steps 2 and 3, and the words of step 4. The layout may be of several workers, a chunk each."""
+        if self.momentum:
+            grad = quicken(state.velocity, grad, self.momentum, context)
+        inputs = (grad, moment, state.residual, state.variance, context.active)
+        kernel = kernels.select(grad.device)
+        chosen = kernel.encode(*inputs, layout, self.rule_in(context), capacity, context.step, chunk)
+        return halted(chosen, state.velocity, chunk) if self.momentum else chosen
 
     def norm(self, chosen: kernels.Selection) -> Tensor:
         """|sent|_1 = sum_k sum_d n_kd 2^(e_k - d), or n tau: the counts tell, no element is looked at again."""
@@ -172,7 +206,7 @@ class VGC:
         return torch.where(context.layout.spread(context.active), state.residual, 0.0)
 
     def clear(self, state: VGCState, context: Context) -> None:
-        """r = v = 0 where `waiting` was sent."""
+        """r = v = 0 where `waiting` was sent. u goes on: as in a dense training, nothing of it is late."""
         for tensor in (state.residual, state.variance):
             if context.active is None:
                 tensor.zero_()
@@ -191,7 +225,7 @@ class VGC:
     @property
     def rule(self) -> kernels.Rule:
         """As the kernels want it."""
-        test = (self.alpha, self.zeta, self.tau, self.floor)
+        test = (self.alpha / (1 - self.momentum) ** 2, self.zeta, self.tau, self.floor)
         return kernels.Rule(*test, self.feedback, self.rounding, self.density)
 
     def rule_in(self, context: Context) -> kernels.Rule:

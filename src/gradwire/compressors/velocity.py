@@ -1,0 +1,54 @@
+"""Momentum in what is held back, as in Deep Gradient Compression (Lin et al., arXiv:1712.01887).
+
+u = m u + g goes into the residual in the place of g, and u = 0 where an element is sent: what has arrived late is not
+pushed further in a direction that the others have left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Context
+from gradwire.kernels import CHUNK, Selection
+
+
+def check_momentum(method: str, momentum: float) -> None:
+    if not 0 <= momentum < 1:
+        raise ValueError(f"{method}: momentum must be in [0, 1), got {momentum}")
+
+
+def quicken(velocity: Tensor, grad: Tensor, momentum: float, context: Context) -> Tensor:
+    """u = m u + g; returns what goes into the residual. u stays without a gradient, and where it is not finite."""
+    # two roundings: whether a product and a sum are fused depends on the place in the bucket
+    moved = velocity.mul(momentum).add_(grad)
+    if context.active is not None:
+        moved = torch.where(context.layout.spread(context.active), moved, velocity)
+    if moved.device.type == "cpu" and torch.isfinite(moved.sum()):  # the long way takes forty times as long there
+        velocity.copy_(moved)
+    else:
+        velocity.copy_(torch.where(torch.isfinite(moved), moved, velocity))
+    return context.only(moved)
+
+
+def halted(chosen: Selection, velocity: Tensor, chunk: int) -> Selection:
+    """u = 0 where `chosen` sends; its undo gives that back too."""
+    index, real = _places(chosen, chunk)
+    lost = torch.where(real, velocity[index], 0.0)
+    velocity.index_add_(0, index, lost, alpha=-1)
+
+    def undo() -> None:
+        chosen.undo()
+        velocity.index_add_(0, index, lost)
+
+    return replace(chosen, undo=undo)
+
+
+def _places(chosen: Selection, chunk: int) -> tuple[Tensor, Tensor]:
+    """Where the words go, and which of them are there at all: how many is known on the device alone."""
+    number = torch.arange(len(chosen.words), device=chosen.words.device)
+    ends = chosen.counts.long().cumsum(0)
+    owner = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
+    return (chosen.words & (CHUNK - 1)).long() + owner * chunk, number < ends[-1]

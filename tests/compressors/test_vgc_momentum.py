@@ -1,0 +1,125 @@
+"""VGC with the momentum in what it holds back: what stops, what goes on, and what cannot be asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire
+from gradwire import VGC
+from gradwire.compressors import Context
+from gradwire.compressors.vgc import VGCState
+from gradwire.kernels import reference
+from gradwire.layout import Layout
+from gradwire.ranks import Ranks
+
+LAYOUT = Layout.of([("a", (40,)), ("b", (1,)), ("c", (300,))])
+METHOD = VGC(alpha=0.5, momentum=0.5)
+ALL = tuple(slot.numel for slot in LAYOUT)
+MOMENT = torch.full((LAYOUT.numel,), 0.5)
+
+
+def gradient(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(LAYOUT.numel, generator=generator) + 0.2
+
+
+def stepped(ranks: Ranks, step: int, **options: Any) -> Any:
+    return ranks([gradient(step)], [MOMENT], **options)
+
+
+def test_undo_gives_all_three_back() -> None:
+    ranks = Ranks(METHOD, LAYOUT)
+    stepped(ranks, 0)
+    residual, variance, velocity = ranks.snapshot()[0]
+    done = stepped(ranks, 1)
+    assert 20 < (done.mean != 0).sum() < 320
+    sent = done.mean != 0
+    assert not ranks.states[0].velocity[sent].any()
+    done.undo[0]()
+    state, moved = ranks.states[0], velocity * 0.5 + gradient(1)
+    assert torch.equal(state.velocity, moved)
+    assert torch.equal(state.residual, residual + moved)
+    assert torch.equal(state.variance[sent], (variance + MOMENT)[sent])
+
+
+def test_what_finds_no_room_keeps_its_velocity() -> None:
+    ranks = Ranks(METHOD, LAYOUT)
+    ranks.rooms = (3, 0, 5)
+    done = stepped(ranks, 0)
+    sent = done.mean != 0
+    assert sent.sum() == 8
+    assert torch.equal(ranks.states[0].velocity, torch.where(sent, 0.0, gradient(0)))
+
+
+def test_a_dense_step_sends_the_velocity_and_keeps_it() -> None:
+    """A training with dense steps alone is one by momentum SGD."""
+    ranks, velocity = Ranks(METHOD, LAYOUT), torch.zeros(LAYOUT.numel)
+    for step in range(4):
+        done = stepped(ranks, step, dense=True)
+        velocity = velocity * 0.5 + gradient(step)
+        assert torch.equal(done.mean, velocity)
+        assert not ranks.states[0].residual.any()
+
+
+def test_a_tensor_without_a_gradient_keeps_everything() -> None:
+    ranks, idle = Ranks(METHOD, LAYOUT), LAYOUT.slots[2]
+    stepped(ranks, 0, dense=True)  # r = 0 and u is not
+    before = [idle.of(tensor).clone() for tensor in ranks.snapshot()[0]]
+    assert before[2].any()
+    active = torch.tensor([slot is not idle for slot in LAYOUT])
+    for dense in (False, True):
+        done = stepped(ranks, 1, active=active, dense=dense)
+        assert not idle.of(done.mean).any()
+        after = [idle.of(tensor) for tensor in ranks.snapshot()[0]]
+        assert all(torch.equal(one, two) for one, two in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_value_adds_nothing(bad: float) -> None:
+    ranks = Ranks(METHOD, LAYOUT)
+    stepped(ranks, 0)
+    before = ranks.states[0].velocity.clone()
+    grad = gradient(1)
+    grad[7] = bad
+    done = ranks([grad], [MOMENT])
+    assert not done.finite
+    done.undo[0]()
+    wanted = before * 0.5 + gradient(1)
+    wanted[7] = before[7]
+    assert torch.equal(ranks.states[0].velocity, wanted)
+    assert stepped(ranks, 2).finite
+
+
+def test_places_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits of a chunk's own place, and which chunk it is: as where all lie in one."""
+    context, states = Context(LAYOUT, 0, capacity=ALL), [METHOD.init(LAYOUT, torch.device("cpu")) for _ in range(2)]
+    monkeypatch.setattr(gradwire.kernels, "select", lambda device: reference)
+    for step in range(3):
+        for state, chunk in zip(states, (gradwire.kernels.CHUNK, 64), strict=True):
+            METHOD.choose(gradient(step), MOMENT, state, context, LAYOUT, ALL, chunk)
+    assert torch.equal(states[0].velocity, states[1].velocity)
+    assert (states[0].velocity == 0).any()
+
+
+def test_without_momentum_there_is_no_velocity() -> None:
+    assert type(VGC().init(LAYOUT, torch.device("cpu"))) is VGCState
+
+
+def test_what_cannot_be_asked_for() -> None:
+    for options in ({"momentum": 1.0}, {"momentum": -0.1}, {"momentum": torch.nan}):
+        with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\)"):
+            VGC(**options)
+    for options in ({"feedback": True}, {"tau": 0.1}):
+        with pytest.raises(ValueError, match="leave out feedback and tau"):
+            VGC(momentum=0.9, **options)
+
+
+def test_a_simulation_does_not_begin_with_momentum_on_the_way() -> None:
+    ranks = Ranks(VGC(), LAYOUT, planned=True)
+    with pytest.raises(ValueError, match="holds back something else"):
+        ranks.use(VGC(momentum=0.9))
+    ranks.use(VGC(alpha=2.0))
