@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from gradwire.experiment import results, spec
+from gradwire.experiment.grid import Run
 
 FOLDER = Path(__file__).parent
 
@@ -179,7 +180,7 @@ class Results:
 
     name: str
     plan: spec.Experiment
-    finished: dict[spec.Run, History]
+    finished: dict[Run, History]
 
     @property
     def studies(self) -> list[Study]:
@@ -188,15 +189,26 @@ class Results:
 
     def _settings(self, optimizer: str) -> tuple[Setting, ...]:
         found = []
-        for method, front, rate in itertools.product(self.plan.methods, self.plan.fronts, self.plan.rates):
-            runs = (spec.Run(optimizer, method, rate, seed, front) for seed in self.plan.seeds)
+        for (method, front, rate), runs in settings(self.plan, optimizer).items():
             if histories := tuple(self.finished[run] for run in runs if run in self.finished):
                 found.append(Setting(method, rate, histories, front))
         return tuple(found)
 
     @property
-    def missing(self) -> list[spec.Run]:
+    def missing(self) -> list[Run]:
         return [run for run in self.plan.runs if run not in self.finished]
+
+
+def settings(plan: spec.Experiment, optimizer: str) -> dict[tuple[str, float, float], list[Run]]:
+    """The runs of every (method, front, rate), a seed each: method by method, as the TOML has them."""
+    runs = [run for run in plan.runs if run.optimizer == optimizer]
+    methods, fronts, rates = (
+        list(dict.fromkeys(getattr(run, of) for run in runs)) for of in ("method", "front", "rate")
+    )
+    found: dict[tuple[str, float, float], list[Run]] = {t: [] for t in itertools.product(methods, fronts, rates)}
+    for run in runs:
+        found[run.method, run.front, run.rate].append(run)
+    return {triple: of_seeds for triple, of_seeds in found.items() if of_seeds}
 
 
 def load(folder: Path = FOLDER) -> list[Results]:

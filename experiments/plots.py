@@ -33,12 +33,13 @@ SHADES = {
     "vgc": ("#0b2f7a", "#2f7de1", "#1fb0c4", "#6c8fd0", "#0d6b70"),
     "vgc tau": ("#5b1a8b", "#a05fe0", "#c78be0"),
     "vgc feedback": ("#0a5c36", "#2ba36a", "#8cbf3f"),
+    "vgc momentum": ("#b3005e", "#f0509b", "#ff9ec9"),
     "strom": ("#8f1d0c", "#e8643b", "#f2a65a"),
     "qsgd": ("#6b4f00", "#b8860b", "#d9b93b"),
 }
 OTHERS = ("#8c0b52", "#5c5c5c", "#738500", "#9c4f38", "#e0559b", "#008f8f", "#3f3f99", "#c92a2a", "#5f7f95", "#9f7fb8")
 # Options that make another family of a method; all others are a matter of degree.
-KINDS = {"vgc": {"tau", "feedback", "floor", "rounding"}, "topk": {"momentum"}}
+KINDS = {"vgc": {"tau", "feedback", "floor", "rounding", "momentum"}, "topk": {"momentum"}}
 DASHES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
 TICKS = {1: (10, 30, 50, 60, 70, 75, 80, 84, 86, 88, 90, 92, 94, 96, 98), -1: (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)}

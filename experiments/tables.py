@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 
-from experiments import Results, Setting, Study, variant
-from gradwire.experiment.spec import Experiment, Run
+from experiments import Results, Setting, Study, settings, variant
+from gradwire.experiment.grid import Run
 from gradwire.train import tasks
 
+Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate
 WORDS = ("vgc", "strom")  # what the paper sends in 32 bits an element
 
 
@@ -80,11 +80,11 @@ def _row(study: Study, setting: Setting) -> list[str]:
 def summary(every: list[Results]) -> str:
     """Where VGC loses: one sentence over all, then a line a study that has Dense to compare with."""
     compared = [(results, study) for results in every for study in results.studies if study.dense]
-    settings = [(study, setting) for _, study in compared for setting in study.best if setting.kind == "vgc"]
-    if not settings:
+    found = [(study, setting) for _, study in compared for setting in study.best if setting.kind == "vgc"]
+    if not found:
         return "Nothing is known yet: no run of VGC has finished beside one of Dense.\n"
-    worse = sum(study.lost(setting) > 0 for study, setting in settings)
-    how_many = f"all {worse}" if worse == len(settings) else f"{worse} of the {len(settings)}"
+    worse = sum(study.lost(setting) > 0 for study, setting in found)
+    how_many = f"all {worse}" if worse == len(found) else f"{worse} of the {len(found)}"
     lead = (
         f"**Where VGC loses.** After the same number of epochs VGC ends worse than Dense in {how_many} settings that "
         "have run (a setting: an experiment, an optimizer, a method)."
@@ -157,30 +157,27 @@ def _origin(results: Results) -> str:
 
 def _missing(results: Results) -> list[str]:
     """By optimizer, in the order of the TOML."""
-    plan, found = results.plan, []
-    for optimizer in plan.optimizers:
-        left = [run for run in results.missing if run.optimizer == optimizer]
-        whole = len(left) == len(plan.runs) // len(plan.optimizers)
-        pairs = itertools.product(plan.methods, plan.fronts)
-        names = [
-            name for pair in pairs for name in _missing_rates(plan, [r for r in left if (r.method, r.front) == pair])
-        ]
-        if left:
-            found.append(f"{optimizer}: {'all' if whole else ', '.join(names)}")
+    found = []
+    for optimizer in results.plan.optimizers:
+        planned = settings(results.plan, optimizer)
+        left = {triple: [run for run in runs if run not in results.finished] for triple, runs in planned.items()}
+        names: list[str] = []
+        for method, front in dict.fromkeys((method, front) for method, front, _ in planned):
+            names += _missing_rates(method, front, planned, left)
+        if any(left.values()):
+            found.append(f"{optimizer}: {'all' if left == planned else ', '.join(names)}")
     return found
 
 
-def _missing_rates(plan: Experiment, left: list[Run]) -> list[str]:
+def _missing_rates(method: str, front: float, planned: Runs, left: Runs) -> list[str]:
     """Of one variant: its name alone where none of several learning rates has run."""
-    if not left:
-        return []
-    method, front = left[0].method, left[0].front
-    if len(plan.rates) > 1 and len(left) == len(plan.rates) * len(plan.seeds):
+    rates = [rate for *pair, rate in planned if pair == [method, front]]
+    if len(rates) > 1 and all(left[method, front, rate] == planned[method, front, rate] for rate in rates):
         return [f"`{variant(method, front)}` at every rate"]
-    numbers = {rate: [run.seed for run in left if run.rate == rate] for rate in plan.rates}
+    gone = {rate: [run.seed for run in left[method, front, rate]] for rate in rates}
     return [
-        f"`{Setting(method, rate, (), front).name}`{_seeds(seeds, len(plan.seeds))}"
-        for rate, seeds in numbers.items()
+        f"`{Setting(method, rate, (), front).name}`{_seeds(seeds, len(planned[method, front, rate]))}"
+        for rate, seeds in gone.items()
         if seeds
     ]
 
@@ -215,7 +212,7 @@ def rate(results: Results, study: Study) -> str:
     if course := plan.schedule.get(study.optimizer):
         said += f", halved after every 1/{course.times} of the run" if course.times else f", {course.kind}"
         said += f", warm-up over {course.warmup:.0%} of the run" if course.warmup else ""
-    if len(plan.rates) > 1:
+    if any(run.rate != 1 for run in plan.runs):
         said += (
             "; times the factor behind the x. The distance is to Dense at its best factor; pictures and the summary "
             "take every method at its best, chosen by the score shown"

@@ -180,6 +180,14 @@ def test_a_variant_without_a_run_at_any_rate_is_named_once(tuned):
     assert "Not run: sgd: `vgc:alpha=1` at every rate." in tables.runs(load(tuned))
 
 
+def test_only_what_the_file_asks_for_is_missed(tuned):
+    also = '\n[[also]]\nmethods = ["vgc:alpha=1"]\nrates = [0.5, 4]\nseeds = [0, 1]\n'
+    (tuned / "tuned.toml").write_text(TUNED.replace("rates = [0.5, 1]\n", "") + also, encoding="utf-8")
+    every = load(tuned)
+    assert list(cells(tables.table(every[0].studies[0]))) == ["**`dense`**", "`vgc:alpha=1`", "**`vgc:alpha=1 x0.5`**"]
+    assert "Not run: sgd: `vgc:alpha=1 x0.5` (seed 1), `vgc:alpha=1 x4`." in tables.runs(every)
+
+
 def test_nothing_run_is_no_error(tmp_path):
     (tmp_path / "fake.toml").write_text(PLAN, encoding="utf-8")
     text = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("summary", "runs", "experiments"))

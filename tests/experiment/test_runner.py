@@ -13,9 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire.cli import app
+from gradwire.experiment.grid import Run
 from gradwire.experiment.results import read
 from gradwire.experiment.runner import Runner
-from gradwire.experiment.spec import Experiment, Run, from_table, open_task
+from gradwire.experiment.spec import Experiment, from_table, open_task
 from gradwire.experiment.virtual import Row
 
 TABLE: dict[str, Any] = {

@@ -40,6 +40,23 @@ def test_a_density_that_falls_keeps_its_mean() -> None:
     assert densities[0] / densities[-1] == pytest.approx(math.exp(3), rel=1e-2)
 
 
+def test_more_runs_of_some_methods() -> None:
+    also = [{"methods": ["vgc:alpha=1"], "seeds": [0, 2]}, {"methods": ["bf16"], "rates": [2], "optimizers": ["adam"]}]
+    runs = from_table(GOOD | {"optimizers": ["sgd", "adam"], "also": also}).runs
+    names = [
+        "sgd-dense",
+        "sgd-vgc-alpha-1",
+        "adam-dense",
+        "adam-vgc-alpha-1",
+        "adam-bf16-x2",
+    ]  # seed 0 of VGC is one run
+    assert [run.name for run in runs] == [
+        *(f"{name}-seed0" for name in names),
+        "sgd-vgc-alpha-1-seed2",
+        "adam-vgc-alpha-1-seed2",
+    ]
+
+
 def test_learning_rates() -> None:
     table = {
         "task": "cifar10",
@@ -88,6 +105,11 @@ def test_the_same_schedule_in_fewer_epochs() -> None:
         ({"schedule": {"sgd": {"kind": "cosine", "warmup": 1.5}}}, "warmup"),
         ({"schedule": {"adam": {"kind": "cosine"}}}, "not among the optimizers"),
         ({"learning_rate": {"adam": 1.0}}, "not among the optimizers"),
+        ({"also": {"methods": ["dense"]}}, r"also is written as \[\[also\]\]"),
+        ({"also": [{"seeds": [1]}]}, "methods must be given"),
+        ({"also": [{"methods": ["dense"], "epochs": 3}]}, "unknown epochs. Known: methods, rates, fronts, seeds"),
+        ({"also": [{"methods": ["dense"], "seeds": []}]}, "at least one"),
+        ({"also": [{"methods": ["dense"], "optimizers": ["adam"]}]}, "not among the optimizers"),
     ],
 )
 def test_errors_say_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -22,7 +22,9 @@ def train(
     task: Annotated[str, Option(help="digits, cifar10 or text")] = "digits",
     workers: Annotated[int | None, Option(help="processes on this machine; under torchrun leave it out [4]")] = None,
     compressor: Annotated[str, Option(help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99")] = "vgc",
-    optimizer: Annotated[str, Option(help="adam, adamw, sgd (momentum 0.9) or plain (without)")] = "adam",
+    optimizer: Annotated[
+        str, Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own) or plain (without)")
+    ] = "adam",
     epochs: Annotated[int | None, Option(help="[the task's]")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,
     learning_rate: Annotated[float | None, Option(help="[the task's for the optimizer]")] = None,

@@ -13,8 +13,9 @@ from typing import Protocol
 
 import torch
 
+from gradwire.experiment.grid import Run
 from gradwire.experiment.results import Files, taken
-from gradwire.experiment.spec import Experiment, Run
+from gradwire.experiment.spec import Experiment
 from gradwire.experiment.virtual import Row, Virtual
 from gradwire.train.provenance import provenance
 from gradwire.train.task import Task

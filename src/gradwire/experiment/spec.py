@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.compressors import Compressor, from_spec
+from gradwire.experiment.grid import Grid, Run
 from gradwire.experiment.schedule import Course
 from gradwire.train import optimizers, tasks
 from gradwire.train.errors import InputError
-from gradwire.train.settings import make_compressor
 from gradwire.train.task import Task
 
 if sys.version_info >= (3, 11):
@@ -25,33 +21,6 @@ else:  # the same by another name
     import tomli as tomllib
 
 PRECISIONS = ("float32", "bf16")
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training."""
-
-    optimizer: str
-    method: str
-    rate: float  # times the optimizer's learning rate
-    seed: int
-    front: float = 0.0  # how much more is sent at the beginning: the density falls as exp(-front t / T), its mean stays
-
-    @property
-    def name(self) -> str:
-        """For people and for files."""
-        method = re.sub(r"[^A-Za-z0-9.]+", "-", self.method).strip("-")
-        rate = "" if self.rate == 1 else f"-x{self.rate:g}"
-        front = f"-front{self.front:g}" if self.front else ""
-        return f"{self.optimizer}-{method}{front}{rate}-seed{self.seed}"
-
-    def compressor(self, done: float) -> Compressor:
-        """What is used where a part `done` of the run is done."""
-        method: Any = from_spec(self.method)
-        if not self.front:
-            return method  # type: ignore[no-any-return]
-        part = self.front / -math.expm1(-self.front) * math.exp(-self.front * done)
-        return dataclasses.replace(method, density=min(1.0, float(f"{method.density * part:.4g}")))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -75,13 +44,12 @@ class Experiment:
     augment: bool = False
     steps_per_epoch: int = 0
     model: Mapping[str, int] = field(default_factory=dict)  # options of the task's network
+    also: tuple[Grid, ...] = ()  # more runs, of some methods only
 
     def __post_init__(self) -> None:
         kind = tasks.find(self.task)
         for optimizer in self.optimizers:
             optimizers.find(optimizer)
-        for method in self.methods:
-            make_compressor(method)
         for name, table in {"learning_rate": self.learning_rate, "schedule": self.schedule}.items():
             if unknown := table.keys() - set(self.optimizers):
                 raise InputError(f"{name} names {', '.join(sorted(unknown))}, which is not among the optimizers")
@@ -89,19 +57,22 @@ class Experiment:
         for name, number in numbers.items():
             if number < 1:
                 raise InputError(f"{name} must be 1 or more, not {number}")
-        if not all((self.methods, self.optimizers, self.seeds, self.rates)):
-            raise InputError("methods, optimizers, seeds and rates must each name at least one")
-        if any(front < 0 for front in self.fronts):
-            raise InputError(f"fronts must be 0 or more, got {list(self.fronts)}")
+        if not self.optimizers:
+            raise InputError("optimizers must name at least one")
         if self.precision not in PRECISIONS:
             raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
+        if unknown := {name for grid in self.grids for name in grid.optimizers} - set(self.optimizers):
+            raise InputError(f"also names {', '.join(sorted(unknown))}, which is not among the optimizers")
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return (Grid(self.methods, self.rates, self.fronts, self.seeds), *self.also)
 
     @property
     def runs(self) -> list[Run]:
         """Seed by seed, so that one of everything is there first."""
-        every = itertools.product(self.seeds, self.optimizers, self.rates, self.fronts, self.methods)
-        runs = [Run(optimizer, method, rate, seed, front) for seed, optimizer, rate, front, method in every]
-        return [run for run in runs if not run.front or has_density(run.method)]
+        runs = dict.fromkeys(run for grid in self.grids for run in grid.runs(self.optimizers))
+        return sorted(runs, key=lambda run: run.seed)
 
     def full_rate(self, run: Run) -> float:
         """The highest learning rate of a run."""
@@ -113,10 +84,6 @@ class Experiment:
     def rate_at(self, run: Run, done: float) -> float:
         """The learning rate where a part `done` of the run is done."""
         return self.full_rate(run) * self.schedule.get(run.optimizer, Course()).at(done)
-
-
-def has_density(method: str) -> bool:
-    return getattr(from_spec(method), "density", None) is not None
 
 
 def read(path: Path) -> Experiment:
@@ -132,14 +99,16 @@ def read(path: Path) -> Experiment:
 
 def from_table(table: Mapping[str, Any]) -> Experiment:
     """Checks names and types first: a list of one for a single value would otherwise go unnoticed."""
-    known = {option.name: option for option in dataclasses.fields(Experiment)}
-    unknown = table.keys() - known.keys()
-    if unknown:
+    return Experiment(**_values(Experiment, table, {"task", "methods", "epochs"}))
+
+
+def _values(kind: type[Any], table: Mapping[str, Any], needed: set[str]) -> dict[str, Any]:
+    known = [option.name for option in dataclasses.fields(kind)]
+    if unknown := table.keys() - set(known):
         raise InputError(f"unknown {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
-    missing = {"task", "methods", "epochs"} - table.keys()
-    if missing:
+    if missing := needed - table.keys():
         raise InputError(f"{', '.join(sorted(missing))} must be given")
-    return Experiment(**{name: _value(name, value) for name, value in table.items()})
+    return {name: _value(name, value) for name, value in table.items()}
 
 
 NUMBER = (int, float)
@@ -163,6 +132,10 @@ def _value(name: str, value: Any) -> Any:
         return tuple(value)
     if name in SCALARS and not _is(value, SCALARS[name]):
         raise InputError(f"{name} must not be {value!r}")
+    if name == "also":
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise InputError(f"also is written as [[also]], got {value!r}")
+        return tuple(Grid(**_values(Grid, one, {"methods"})) for one in value)
     if name in ("schedule", "learning_rate", "model") and not isinstance(value, dict):
         raise InputError(f"{name} must be a table, got {value!r}")
     if name != "schedule":

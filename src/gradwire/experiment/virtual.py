@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire.experiment.augment import crop_and_flip
-from gradwire.experiment.spec import Experiment, Run
+from gradwire.experiment.grid import Run
+from gradwire.experiment.spec import Experiment
 from gradwire.stats import Stats
 from gradwire.train import optimizers, sharding, tasks
 from gradwire.train.task import Share, Task
@@ -40,8 +41,9 @@ class Virtual:
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
-        self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), 0.0, decay, device.type == "cuda")
-        method = run.compressor(0.0)
+        method, fused = run.compressor(0.0), device.type == "cuda"
+        options = (0.0, decay, fused, optimizers.own_momentum(method))
+        self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
         self.simulation = gradwire.simulate(self.model, method, self.loss, workers=experiment.workers, seed=run.seed)
         whole = sharding.steps_left(task.samples, experiment.workers, self.batch)
         self.steps = min(whole, experiment.steps_per_epoch or whole)

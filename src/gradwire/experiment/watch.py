@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from gradwire.experiment.grid import Run
 from gradwire.experiment.runner import Watcher
-from gradwire.experiment.spec import Experiment, Run
+from gradwire.experiment.spec import Experiment
 from gradwire.experiment.virtual import Row
 from gradwire.train.progress import show
 

@@ -31,7 +31,8 @@ class Trainer:
         gpu = [team.device.index] if team.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=gpu)
         self.wire = gradwire.attach(self.ddp, plan.compressor)
-        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, plan.weight_decay)
+        own, decay = optimizers.own_momentum(plan.compressor), plan.weight_decay
+        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.standing = Standing()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=team.device)  # this worker's, in this epoch
         self.base = Traffic()  # what the wire had counted when the epoch, or this process, began

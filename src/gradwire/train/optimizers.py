@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
+from gradwire.compressors import VGC, TopK
 from gradwire.train.errors import InputError
 
 Maker = Callable[..., torch.optim.Optimizer]
@@ -15,8 +17,8 @@ Maker = Callable[..., torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Maker] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
-    "plain": torch.optim.SGD,  # for methods that have the momentum in what they hold back
-    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "plain": torch.optim.SGD,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),  # unless the method has the momentum in what it holds back
 }
 
 
@@ -27,11 +29,24 @@ def find(name: str) -> Maker:
     return OPTIMIZERS[name]
 
 
+def own_momentum(method: Any) -> float:
+    """That a method puts into what it holds back."""
+    return method.momentum if isinstance(method, TopK | VGC) else 0.0
+
+
 def make(
-    name: str, parameters: Iterable[nn.Parameter], learning_rate: float, weight_decay: float, fused: bool = False
+    name: str,
+    parameters: Iterable[nn.Parameter],
+    learning_rate: float,
+    weight_decay: float,
+    fused: bool = False,
+    momentum: float = 0.0,
 ) -> torch.optim.Optimizer:
-    """The optimizer `name` on `parameters`; fused: one kernel for all of them, for GPUs."""
+    """The optimizer `name` on `parameters`; fused: one kernel for all of them, for GPUs; momentum: the method's own."""
     options = {"fused": True} if fused else {}
+    if name == "sgd" and momentum:
+        # the weights decay through the optimizer's momentum too, which makes 1 / (1 - m) of it
+        name, weight_decay = "plain", weight_decay / (1 - momentum)
     return find(name)(parameters, lr=learning_rate, weight_decay=weight_decay, **options)
 
 
