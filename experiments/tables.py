@@ -10,6 +10,7 @@ from gradwire.experiment.grid import Run
 from gradwire.train import tasks
 
 Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate
+SAME = 1.05  # bytes that are called equal
 WORDS = ("vgc", "strom")  # what the paper sends in 32 bits an element
 
 
@@ -75,6 +76,19 @@ def _row(study: Study, setting: Setting) -> list[str]:
         kilobytes(setting.n_bytes),
         number(setting.times_fewer),
     ]
+
+
+def front(study: Study) -> str:
+    """What is best at its bytes: nothing that has run is better and sends as little."""
+    sign = study.score.sign
+    beaten = [
+        setting
+        for setting in study.best
+        if any(sign * (o.score - setting.score) > 0 and o.n_bytes <= SAME * setting.n_bytes for o in study.best)
+    ]
+    kept = sorted((setting for setting in study.best if setting not in beaten), key=lambda setting: -setting.n_bytes)
+    names = [f"`{one.name}` ({study.score.shown(one.score)}, {kilobytes(one.n_bytes)} kB)" for one in kept]
+    return f"Nothing that has run is better with as few bytes (to 5 %) than {listed(names)}.\n"
 
 
 def summary(every: list[Results]) -> str:

@@ -132,6 +132,13 @@ def test_harmonic_means_count_no_elements_where_nothing_was_sent(made_up):
     assert (first.ratio, second.ratio) == pytest.approx((16, 100))
 
 
+def test_what_is_best_at_its_bytes(made_up):
+    (results,) = load(made_up)
+    assert "than `qsgd:bits=4` (89.00 %, 0.0 kB) and `vgc:alpha=2` (10.00 %, 0.0 kB)." in tables.front(
+        results.studies[0]
+    )
+
+
 def test_runs_that_are_not_finished_are_named_and_not_counted(made_up):
     said = tables.runs(load(made_up))
     assert "7 of 30 runs, a machine, torch 2, commit abc" in said
