@@ -9,13 +9,16 @@ demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
 # Three processes on two cores, because half of their time they wait for others that they have started; a file at a time
-# to each, long ones first; then what measures links or time and what presses Ctrl-C at a moment, alone. Where the environment forbids to write compiled Python, each of a hundred processes would compile torch anew.
-ALONE := $(patsubst %,tests/%.py,lab/test_lab_bytes lab/test_lab_cleanup lab/test_lab_command lab/test_lab_shape \
-         race/test_race_command auto/test_auto_lab test_budget_rate train/test_train_interrupt)
+# to each, long ones first; then, with nothing beside them, the tests that are marked `alone`. mypy takes one core for
+# twenty seconds: it runs beside the first of them, and both must succeed. Where the environment forbids to write
+# compiled Python, each of a hundred processes would compile torch anew.
+ALONE := $(shell grep -rl --include='test_*.py' mark.alone tests)
 test: export PYTHONDONTWRITEBYTECODE =
-test: lint
-	$(BIN)/pytest -n 3 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder $(addprefix --ignore ,$(ALONE))
-	$(BIN)/pytest $(ALONE)
+test: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & $(BIN)/pytest -n 3 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder -m 'not alone' && wait $$!
+	$(BIN)/pytest -m alone $(ALONE)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -120,7 +120,10 @@ def three_steps(compressor: Any) -> list[Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("compressor", [VGC(alpha=1.0), PowerSGD(rank=2, min_compression=1.0), Dense()], ids=repr)
+RESUMED = [VGC(alpha=1.0), VGC(alpha=0.2, momentum=0.5), PowerSGD(rank=2, min_compression=1.0), Dense()]
+
+
+@pytest.mark.parametrize("compressor", RESUMED, ids=repr)
 def test_goes_on_bit_for_bit(compressor, tmp_path):
     whole, optimizer = simulated(compressor, 3)
     wanted = advance(whole, optimizer, range(8))

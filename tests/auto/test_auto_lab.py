@@ -13,7 +13,7 @@ import pytest
 from gradwire.lab import Lab, missing
 from gradwire.lab.commands import environment
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}"), pytest.mark.alone]
 
 SCRIPT = Path(__file__).parent / "training.py"
 MOST = 400  # steps

@@ -15,7 +15,7 @@ from transfers import needs_namespaces, python
 from gradwire.lab import Lab, LabError, clean, leftovers, namespaces
 from gradwire.train.errors import InputError
 
-pytestmark = needs_namespaces
+pytestmark = [needs_namespaces, pytest.mark.alone]
 
 HOLD = """
 import sys, time

@@ -20,6 +20,8 @@ from gradwire.lab.commands import Change, find_program
 from gradwire.lab.rates import Link
 from gradwire.train.errors import InputError
 
+pytestmark = pytest.mark.alone
+
 SHOW = """
 import os
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME"]

@@ -11,7 +11,7 @@ from gradwire.lab import Lab
 from gradwire.lab.rates import Link
 from gradwire.train.errors import InputError
 
-pytestmark = needs_namespaces
+pytestmark = [needs_namespaces, pytest.mark.alone]
 
 SHORT = 0.95  # of the rate less framing
 LONG = 1.02  # the bucket is full when a transfer begins

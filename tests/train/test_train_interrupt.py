@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import TIMEOUT_S, children, clean_environment, run_command
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 PROMPT_S = 10  # measured: 1 second; torchrun itself waits 30 for a worker that does not end
 INTERRUPTED = "gradwire: interrupted. The same command with --resume goes on from the last checkpoint\n"
