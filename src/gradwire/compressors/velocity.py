@@ -21,27 +21,23 @@ def check_momentum(method: str, momentum: float) -> None:
 
 
 def quicken(velocity: Tensor, grad: Tensor, momentum: float, context: Context) -> Tensor:
-    """u = m u + g; returns what goes into the residual. u stays without a gradient, and where it is not finite."""
+    """u = m u + g; returns what goes into the residual: u itself. Tensors without a gradient keep theirs."""
+    active = context.active
+    kept = momentum if active is None else context.layout.spread(torch.where(active, momentum, 1.0))
     # two roundings: whether a product and a sum are fused depends on the place in the bucket
-    moved = velocity.mul(momentum).add_(grad)
-    if context.active is not None:
-        moved = torch.where(context.layout.spread(context.active), moved, velocity)
-    if moved.device.type == "cpu" and torch.isfinite(moved.sum()):  # the long way takes forty times as long there
-        velocity.copy_(moved)
-    else:
-        velocity.copy_(torch.where(torch.isfinite(moved), moved, velocity))
-    return context.only(moved)
+    velocity.mul_(kept).add_(context.only(grad))
+    return context.only(velocity)
 
 
 def halted(chosen: Selection, velocity: Tensor, chunk: int) -> Selection:
-    """u = 0 where `chosen` sends; its undo gives that back too."""
+    """u = 0 where `chosen` sends; its undo gives that back too, and lets u begin anew where a bad value came to it."""
     index, real = _places(chosen, chunk)
     lost = torch.where(real, velocity[index], 0.0)
     velocity.index_add_(0, index, lost, alpha=-1)
 
     def undo() -> None:
         chosen.undo()
-        velocity.index_add_(0, index, lost)
+        velocity.index_add_(0, index, lost).nan_to_num_(0.0, 0.0, 0.0)
 
     return replace(chosen, undo=undo)
 
