@@ -26,3 +26,11 @@ class CheckpointError(GradwireError):
 
 class MomentError(GradwireError):
     """A second moment cannot be computed exactly and `strict` was asked for."""
+
+
+SECOND_BACKWARD = (
+    "a second synced backward came before an optimizer step: its gradient would mix with what was already exchanged. "
+    "If you accumulate, or another model's loss runs through this one (a GAN), wrap that backward in model.no_sync() "
+    "or set requires_grad_(False) on this model while it runs. If you skipped an optimizer step on purpose, or update "
+    "the parameters through .data without a torch optimizer, call wire.skip_step() after the backward."
+)

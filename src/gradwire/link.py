@@ -19,11 +19,12 @@ from gradwire.capacity import Capacity, Plan
 from gradwire.compressors.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
 from gradwire.compressors.dense import Dense
 from gradwire.delivery import Delivery
-from gradwire.errors import GradwireError
+from gradwire.errors import SECOND_BACKWARD, GradwireError
 from gradwire.exchange import agree, courier_of
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
+from gradwire.momentum import warn_of_two
 from gradwire.parcels import Parcel, Step, recorded_event
 from gradwire.plain import Plain
 from gradwire.stats import Meter
@@ -34,13 +35,6 @@ from gradwire.wire.header import VERSION
 
 if TYPE_CHECKING:
     from gradwire.auto.clock import Clock
-
-SECOND_BACKWARD = (
-    "a second synced backward came before an optimizer step: its gradient would mix with what was already exchanged. "
-    "If you accumulate, or another model's loss runs through this one (a GAN), wrap that backward in model.no_sync() "
-    "or set requires_grad_(False) on this model while it runs. If you skipped an optimizer step on purpose, or update "
-    "the parameters through .data without a torch optimizer, call wire.skip_step() after the backward."
-)
 
 
 class Link:
@@ -239,6 +233,7 @@ class Link:
         """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
+            warn_of_two(self._compressor, optimizer)
             if self.plain is not None and self.plain.steps_with(optimizer):
                 self.plain.count(self.meter)
                 self._end_step(finite=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import gradwire
+import scenes
 from gradwire import VGC
 from gradwire.compressors import Context
 from gradwire.compressors.vgc import VGCState
@@ -124,3 +126,24 @@ def test_a_simulation_does_not_begin_with_momentum_on_the_way() -> None:
     with pytest.raises(ValueError, match="holds back something else"):
         ranks.use(VGC(momentum=0.9))
     ranks.use(VGC(alpha=2.0))
+
+
+def warned(compressor: Any, momentum: float) -> list[str]:
+    """What a worker is told in three steps."""
+    model = scenes.ddp(scenes.net())
+    gradwire.attach(model, compressor)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=momentum)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        list(scenes.train(model, range(3), optimizer))
+    return [str(one.message) for one in seen]
+
+
+def test_two_momenta_are_told_once(spawn: Any) -> None:
+    (told,) = spawn(1, warned, METHOD, 0.9)
+    assert told == [
+        "gradwire: VGC(momentum=0.5) has the momentum in what it holds back, and the optimizer has one of 0.9 too: "
+        "set the optimizer's to 0"
+    ]
+    for method, momentum in ((METHOD, 0.0), (VGC(), 0.9)):
+        assert spawn(1, warned, method, momentum) == [[]]

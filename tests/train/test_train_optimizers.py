@@ -8,12 +8,13 @@ from torch import nn
 
 from gradwire import VGC, Dense, TopK
 from gradwire.compressors import MomentumDCT
+from gradwire.momentum import own_momentum
 from gradwire.train import optimizers
 
 
 @pytest.mark.parametrize("method", [TopK(momentum=0.9), VGC(alpha=0.1, momentum=0.9)], ids=repr)
 def test_sgd_has_no_momentum_beside_the_methods(method: TopK | VGC) -> None:
-    own = optimizers.own_momentum(method)
+    own = own_momentum(method)
     optimizer = optimizers.make("sgd", [nn.Parameter(torch.ones(1))], 0.1, 5e-4, momentum=own)
     assert optimizer.param_groups[0]["momentum"] == 0
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(5e-3)
@@ -21,7 +22,7 @@ def test_sgd_has_no_momentum_beside_the_methods(method: TopK | VGC) -> None:
 
 @pytest.mark.parametrize("method", [Dense(), TopK(), VGC(), MomentumDCT()], ids=repr)
 def test_all_others_leave_it_to_sgd(method: object) -> None:
-    assert optimizers.own_momentum(method) == 0
+    assert own_momentum(method) == 0
     optimizer = optimizers.make("sgd", [nn.Parameter(torch.ones(1))], 0.1, 5e-4)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert optimizer.param_groups[0]["weight_decay"] == 5e-4

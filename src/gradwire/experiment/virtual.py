@@ -14,6 +14,7 @@ import gradwire
 from gradwire.experiment.augment import crop_and_flip
 from gradwire.experiment.grid import Run
 from gradwire.experiment.spec import Experiment
+from gradwire.momentum import own_momentum
 from gradwire.stats import Stats
 from gradwire.train import optimizers, sharding, tasks
 from gradwire.train.task import Share, Task
@@ -42,7 +43,7 @@ class Virtual:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
         method, fused = run.compressor(0.0), device.type == "cuda"
-        options = (0.0, decay, fused, optimizers.own_momentum(method))
+        options = (0.0, decay, fused, own_momentum(method))
         self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
         self.simulation = gradwire.simulate(self.model, method, self.loss, workers=experiment.workers, seed=run.seed)
         whole = sharding.steps_left(task.samples, experiment.workers, self.batch)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
+from gradwire.momentum import own_momentum
 from gradwire.randomness import seed_worker
 from gradwire.train import optimizers, sharding
 from gradwire.train.metrics import Row, Traffic
@@ -31,7 +32,7 @@ class Trainer:
         gpu = [team.device.index] if team.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=gpu)
         self.wire = gradwire.attach(self.ddp, plan.compressor)
-        own, decay = optimizers.own_momentum(plan.compressor), plan.weight_decay
+        own, decay = own_momentum(plan.compressor), plan.weight_decay
         self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.standing = Standing()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=team.device)  # this worker's, in this epoch

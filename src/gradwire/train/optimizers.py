@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
-from gradwire.compressors import VGC, TopK
 from gradwire.train.errors import InputError
 
 Maker = Callable[..., torch.optim.Optimizer]
@@ -27,11 +25,6 @@ def find(name: str) -> Maker:
     if name not in OPTIMIZERS:
         raise InputError(f"unknown optimizer {name!r}. Known optimizers: {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
-
-
-def own_momentum(method: Any) -> float:
-    """That a method puts into what it holds back."""
-    return method.momentum if isinstance(method, TopK | VGC) else 0.0
 
 
 def make(
