@@ -31,9 +31,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 # Files of more than ten seconds, longest first: with one of them last, a process would have nothing to do meanwhile.
 LONG = (
-    *("train_command", "train_resume", "train_orphans", "workers", "compile", "ddp", "triton", "plan_command"),
-    *("compile_layers", "checkpoint", "race_command", "precision", "refusals", "plan_probe"),
-    *("budget_rate", "lab_bytes", "density", "budget", "auto", "methods_command"),
+    *("train_command", "train_resume", "train_orphans", "workers", "ddp", "triton", "plan_command", "checkpoint"),
+    *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "auto"),
 )
 
 

@@ -17,6 +17,8 @@ from gradwire import VGC, budget
 from gradwire.budget import bytes_a_second
 from gradwire.errors import CheckpointError
 
+pytestmark = pytest.mark.alone
+
 
 class Clock:
     """Of a step that takes as long as it is told: other programs on the machine do not count."""
@@ -77,7 +79,6 @@ def paced(rate: str, n_steps: int, period: float) -> tuple[float, float, str]:
     return 8e-6 * up / (at[-1] - at[49]), slowest / period, scenes.digest(model.parameters())
 
 
-@pytest.mark.alone
 def test_a_rate_is_kept_by_the_real_clock(spawn):
     results = spawn(2, paced, "200kbit/s", 80, 0.06)
     assert results[0][2] == results[1][2]

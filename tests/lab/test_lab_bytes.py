@@ -14,7 +14,7 @@ from transfers import needs_namespaces
 from gradwire.lab import Counters, Lab
 from gradwire.lab.commands import environment
 
-pytestmark = needs_namespaces
+pytestmark = [needs_namespaces, pytest.mark.alone]
 
 SCRIPT = Path(__file__).parent / "exchanged.py"
 FRAMING = 1.10  # 66 bytes of headers for 1448 of payload, and 66 to acknowledge two such packets that came: 1.07

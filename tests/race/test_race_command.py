@@ -14,6 +14,7 @@ from gradwire.experiment.results import read
 from gradwire.lab import missing
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
+pytestmark = pytest.mark.alone
 
 TRACE = "step,bytes,dense_bytes\n1,300000,1200000\n2,300000,1200000\n"
 HOOK = """
@@ -141,7 +142,6 @@ def test_a_race_of_anybodys_hook_and_of_one_that_fails(tmp_path, monkeypatch):
 
 @needs_namespaces
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_small_replay_takes_as_long_as_its_bytes(trace, tmp_path):
     """4 workers on 2 hosts: 900 KB and, of the sum of bf16, as much go over every link; 76 ms at 100 Mbit/s."""
     out = tmp_path / "replay.csv"
@@ -158,7 +158,6 @@ def test_a_small_replay_takes_as_long_as_its_bytes(trace, tmp_path):
 
 @needs_namespaces
 @pytest.mark.slow
-@pytest.mark.alone
 def test_a_replay_is_near_the_real_training():
     """The bound of 10 % is the benchmark's; here two cores may be busy with other tests."""
     from benchmarks.replay_links import checked
