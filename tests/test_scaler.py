@@ -14,7 +14,10 @@ from gradwire import VGC
 SPOILED = 5
 
 
-@pytest.mark.parametrize("compressor", [VGC(alpha=1.0), VGC(alpha=1.0, tau=0.01)], ids=["basic", "hybrid"])
+SCALED = {"basic": VGC(alpha=1.0), "hybrid": VGC(alpha=1.0, tau=0.01), "momentum": VGC(alpha=0.2, momentum=0.5)}
+
+
+@pytest.mark.parametrize("compressor", SCALED.values(), ids=SCALED)
 def test_a_changing_scale_changes_no_bit(spawn, compressor):
     steady = spawn(2, scenes.scaled_run, compressor, [1.0], 10)
     changing = spawn(2, scenes.scaled_run, compressor, [1024.0, 65536.0, 2.0, 0.5], 10)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import gradwire
@@ -147,3 +148,27 @@ def test_two_momenta_are_told_once(spawn: Any) -> None:
     ]
     for method, momentum in ((METHOD, 0.0), (VGC(), 0.9)):
         assert spawn(1, warned, method, momentum) == [[]]
+
+
+def spoiled() -> tuple[list[bool], list[bool]]:
+    """Five steps with a scaler, a bad value on rank 1 in the third: which were finite; whether all velocities are."""
+    model, scaler = scenes.ddp(scenes.net()), torch.amp.GradScaler("cpu", init_scale=1.0)
+    wire = gradwire.attach(model, METHOD, scaler=scaler)
+    optimizer, steps, kept = torch.optim.SGD(model.parameters(), lr=0.05), [], []
+    for step in range(5):
+        x, y = scenes.batch(step)
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss * (torch.inf if step == 2 and dist.get_rank() == 1 else 1.0)).backward()
+        steps.append(all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None))
+        scaler.step(optimizer)
+        scaler.update()
+        fields = wire.state_dict()["parameters"].values()
+        kept.append(all(bool(torch.isfinite(one["velocity"]).all()) for one in fields))
+    return steps, kept
+
+
+def test_a_step_that_a_scaler_leaves_out_leaves_no_bad_velocity(spawn: Any) -> None:
+    for steps, kept in spawn(2, spoiled):
+        assert steps == [True, True, False, True, True]
+        assert all(kept)
