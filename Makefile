@@ -14,16 +14,16 @@ demo: $(VENV)/.demo
 # compiled Python, each of a hundred processes would compile torch anew.
 ALONE := $(shell grep -rl --include='test_*.py' mark.alone tests)
 test: export PYTHONDONTWRITEBYTECODE =
-test: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+test: style
 	$(BIN)/mypy & $(BIN)/pytest -n 3 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder -m 'not alone' && wait $$!
 	$(BIN)/pytest -m alone $(ALONE)
 
-lint: $(VENV)/.dev
+lint: style
+	$(BIN)/mypy
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

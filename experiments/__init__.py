@@ -18,6 +18,7 @@ from gradwire.experiment import results, spec
 from gradwire.experiment.grid import Run
 
 FOLDER = Path(__file__).parent
+Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate
 
 
 @dataclass(frozen=True)
@@ -199,13 +200,13 @@ class Results:
         return [run for run in self.plan.runs if run not in self.finished]
 
 
-def settings(plan: spec.Experiment, optimizer: str) -> dict[tuple[str, float, float], list[Run]]:
+def settings(plan: spec.Experiment, optimizer: str) -> Runs:
     """The runs of every (method, front, rate), a seed each: method by method, as the TOML has them."""
     runs = [run for run in plan.runs if run.optimizer == optimizer]
     methods, fronts, rates = (
         list(dict.fromkeys(getattr(run, of) for run in runs)) for of in ("method", "front", "rate")
     )
-    found: dict[tuple[str, float, float], list[Run]] = {t: [] for t in itertools.product(methods, fronts, rates)}
+    found: Runs = {triple: [] for triple in itertools.product(methods, fronts, rates)}
     for run in runs:
         found[run.method, run.front, run.rate].append(run)
     return {triple: of_seeds for triple, of_seeds in found.items() if of_seeds}

@@ -28,7 +28,7 @@ def experiments(every: list[Results]) -> str:
         blocks += map(link, drawn[results.name])
         for study in results.studies:
             blocks.append(f"#### {results.name}, {study.optimizer}\n{tables.rate(results, study)}")
-            blocks += [tables.table(study), tables.front(study)]
+            blocks += [tables.table(study), tables.best_at_bytes(study)]
             blocks += map(link, drawn[f"{results.name} {study.optimizer}"])
     return "\n".join(blocks)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from experiments import Results, Setting, Study, settings, variant
-from gradwire.experiment.grid import Run
+from experiments import Results, Runs, Setting, Study, settings, variant
 from gradwire.train import tasks
 
-Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate
 SAME = 1.05  # bytes that are called equal
 WORDS = ("vgc", "strom")  # what the paper sends in 32 bits an element
 
@@ -78,7 +76,7 @@ def _row(study: Study, setting: Setting) -> list[str]:
     ]
 
 
-def front(study: Study) -> str:
+def best_at_bytes(study: Study) -> str:
     """What is best at its bytes: nothing that has run is better and sends as little."""
     sign = study.score.sign
     beaten = [

@@ -134,7 +134,7 @@ def test_harmonic_means_count_no_elements_where_nothing_was_sent(made_up):
 
 def test_what_is_best_at_its_bytes(made_up):
     (results,) = load(made_up)
-    assert "than `qsgd:bits=4` (89.00 %, 0.0 kB) and `vgc:alpha=2` (10.00 %, 0.0 kB)." in tables.front(
+    assert "than `qsgd:bits=4` (89.00 %, 0.0 kB) and `vgc:alpha=2` (10.00 %, 0.0 kB)." in tables.best_at_bytes(
         results.studies[0]
     )
 

@@ -36,6 +36,15 @@ def test_methods_that_there_are(text):
     assert (method.name, method.factor, method.buckets) == (text, 1.0, {})
 
 
+def test_a_method_says_what_momentum_it_has():
+    assert [methods.parse(text).momentum for text in ("topk:momentum=0.9@2", "topk", "auto", "torch:fp16")] == [
+        0.9,
+        0,
+        0,
+        0,
+    ]
+
+
 def test_powersgd_of_torch_has_one_bucket_and_a_factor_is_no_part_of_the_method():
     method = methods.parse("torch:powersgd:rank=4@0.5")
     assert method.buckets == {"bucket_cap_mb": 1024}

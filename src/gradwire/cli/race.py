@@ -31,7 +31,9 @@ def race(
     ] = METHODS,
     target: Annotated[float, Option(help="test accuracy")] = 0.97,
     seed: Annotated[list[int] | None, Option(help="may be repeated [0]")] = None,
-    optimizer: Annotated[str, Option(help="adam, adamw, sgd (momentum 0.9) or plain (without)")] = "adam",
+    optimizer: Annotated[
+        str, Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own) or plain (without)")
+    ] = "adam",
     learning_rate: Annotated[float | None, Option(help="of all methods [the task's for the optimizer]")] = None,
     batch: Annotated[int | None, Option(help="samples a host and step [the task's]")] = None,
     every: Annotated[int, Option(help="steps between two tests, whose time is not counted")] = 5,

@@ -36,7 +36,8 @@ class Contestant:
         self.model: nn.Module = plan.task.make_model()
         self.ddp = DistributedDataParallel(self.model, **method.buckets)
         self.sent = method.begin(self.ddp)
-        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, plan.weight_decay)
+        decay, own = plan.weight_decay, method.momentum
+        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.steps, self.seconds, self.on_link = 0, 0.0, 0
         self._indices = self._batches()
         seed_worker(plan.seed, team.rank)

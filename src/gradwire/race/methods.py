@@ -13,8 +13,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.compressors import METHODS, from_spec
+from gradwire.compressors import METHODS, Compressor, from_spec
 from gradwire.handle import AUTO
+from gradwire.momentum import own_momentum
 from gradwire.train.errors import InputError
 
 FLOAT_BYTES = 4
@@ -33,6 +34,7 @@ class Method:
     begin: Begin
     factor: float = 1.0
     buckets: dict[str, Any] = field(default_factory=dict)  # what DistributedDataParallel is told about them
+    momentum: float = 0.0  # in what it holds back
 
 
 def split(text: str) -> list[str]:
@@ -54,7 +56,10 @@ def parse(text: str) -> Method:
     if kind == "torch":
         begin, buckets = _of_torch(spec, rest)
         return Method(text, begin, factor, buckets)
-    return Method(text, _of_python(spec, rest) if kind == "python" else _of_ours(spec), factor)
+    if kind == "python":
+        return Method(text, _of_python(spec, rest), factor)
+    compressor = _ours(spec)
+    return Method(text, _attaching(compressor), factor, momentum=own_momentum(compressor))
 
 
 def _factor(text: str, times: str) -> float:
@@ -67,14 +72,16 @@ def _factor(text: str, times: str) -> float:
     return factor
 
 
-def _of_ours(spec: str) -> Begin:
+def _ours(spec: str) -> Compressor | str:
     try:
-        compressor = AUTO if spec == AUTO else from_spec(spec)
+        return AUTO if spec == AUTO else from_spec(spec)
     except ValueError as error:
         others = f"; of torch: {', '.join(f'torch:{name}' for name in TORCH)}; another: python:module.function"
         hint = others if spec.partition(":")[0].lower() not in METHODS else ""
         raise InputError(f"method {spec!r}: {error}{hint}") from error
 
+
+def _attaching(compressor: Compressor | str) -> Begin:
     def begin(model: DistributedDataParallel) -> Sent:
         wire = gradwire.attach(model, compressor)
         return lambda steps: wire.stats().bytes_sent
