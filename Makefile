@@ -9,14 +9,19 @@ demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
 
 # Three processes on two cores, because half of their time they wait for others that they have started; a file at a time
-# to each, long ones first; then, with nothing beside them, the tests that are marked `alone`. mypy takes one core for
-# twenty seconds: it runs beside the first of them, and both must succeed. Where the environment forbids to write
-# compiled Python, each of a hundred processes would compile torch anew.
-ALONE := $(shell grep -rl --include='test_*.py' mark.alone tests)
+# to each, long ones first. Then the tests that are marked `alone`: links leave half of the cores idle, so tests that only
+# compute, and mypy, run beside them by the scheduler's idle policy, which takes what the others leave and nothing more.
+# Where the environment forbids to write compiled Python, each of a hundred processes would compile torch anew.
+ALONE     := $(shell grep -rl --include='test_*.py' mark.alone tests)
+COMPUTING := tests/arithmetic tests/kernels tests/moments tests/wire
+FILES     := --max-worker-restart 1 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE =
 test: style
-	$(BIN)/mypy & $(BIN)/pytest -n 3 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder -m 'not alone' && wait $$!
-	$(BIN)/pytest -m alone $(ALONE)
+	$(BIN)/pytest -n 3 $(FILES) -m 'not alone' $(COMPUTING:%=--ignore=%)
+	@log=$$(mktemp); code=0; \
+	chrt --idle 0 sh -c '$(BIN)/pytest -n 2 $(FILES) $(COMPUTING) && $(BIN)/mypy' > $$log 2>&1 & \
+	$(BIN)/pytest -m alone $(ALONE) || code=1; \
+	wait $$! || code=1; cat $$log; rm $$log; exit $$code
 
 lint: style
 	$(BIN)/mypy

@@ -10,6 +10,7 @@ from torch import nn
 
 from compressors.rows import ROWS
 from gradwire import VGC
+from gradwire.compressors.base import needs_room
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.ranks import Ranks
@@ -19,15 +20,17 @@ def compile_kernels() -> None:
     """In two processes: half a minute of compiling in a fresh checkout."""
     half = subprocess.Popen([sys.executable, __file__])
     compile_moments()
-    compile_methods(0)
+    compile_methods(needing_room=True)
     half.wait()
 
 
-def compile_methods(begin: int) -> None:
-    """Every second method from `begin` on."""
+def compile_methods(needing_room: bool) -> None:
+    """The methods whose messages follow the counts, or all others: what both halves need would be compiled twice."""
     layout = Layout.of([("weight", (50, 40)), ("bias", (40,))])
     words = [VGC(alpha=1.0, wire="words"), VGC(alpha=1.0, tau=0.1, wire="words"), VGC(alpha=1.0, tau=0.1)]
-    for compressor in [*words, *(row.compressor for row in ROWS.values())][begin::2]:
+    for compressor in [*words, *(row.compressor for row in ROWS.values())]:
+        if needs_room(compressor) != needing_room:
+            continue
         ranks = Ranks(compressor, layout, 2)
         for rooms in (None, (500, 10)):
             ranks.rooms = rooms
@@ -44,4 +47,4 @@ def compile_moments() -> None:
 
 
 if __name__ == "__main__":
-    compile_methods(1)
+    compile_methods(needing_room=False)
