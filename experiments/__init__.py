@@ -23,7 +23,7 @@ Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate
 
 @dataclass(frozen=True)
 class Score:
-    """How a task is judged; sign: 1 where more is better. far: so much worse than Dense is called a failure."""
+    """How a task is judged; sign: 1 where more is better."""
 
     column: str
     title: str
@@ -32,15 +32,14 @@ class Score:
     scale: float
     digits: int
     sign: int
-    far: float
 
     def shown(self, value: float) -> str:
         return f"{value:.{self.digits}f} {self.unit}" if math.isfinite(value) else "diverged"
 
 
 SCORES = (
-    Score("test_accuracy", "test accuracy", "%", "points", scale=100, digits=2, sign=1, far=20),
-    Score("bits_per_byte", "bits per byte", "bits", "bits", scale=1, digits=4, sign=-1, far=1),
+    Score("test_accuracy", "test accuracy", "%", "points", scale=100, digits=2, sign=1),
+    Score("bits_per_byte", "bits per byte", "bits", "bits", scale=1, digits=4, sign=-1),
 )
 
 

@@ -9,6 +9,7 @@ from experiments import Results, Runs, Setting, Study, settings, variant
 from gradwire.train import tasks
 
 SAME = 1.05  # bytes that are called equal
+ENOUGH = 100  # the ratio of the target
 WORDS = ("vgc", "strom")  # what the paper sends in 32 bits an element
 
 
@@ -26,10 +27,6 @@ def kilobytes(n_bytes: float) -> str:
 def listed(parts: Iterable[str]) -> str:
     *before, last = parts
     return f"{', '.join(before)} and {last}" if before else last
-
-
-def seeds(count: int) -> str:
-    return f"{count} seed" + "s" * (count != 1)
 
 
 def table(study: Study) -> str:
@@ -90,57 +87,72 @@ def best_at_bytes(study: Study) -> str:
 
 
 def summary(every: list[Results]) -> str:
-    """Where VGC loses: one sentence over all, then a line a study that has Dense to compare with."""
+    """Where VGC loses: a sentence over all settings, then a row a study that has Dense to compare with."""
     compared = [(results, study) for results in every for study in results.studies if study.dense]
     found = [(study, setting) for _, study in compared for setting in study.best if setting.kind == "vgc"]
     if not found:
         return "Nothing is known yet: no run of VGC has finished beside one of Dense.\n"
-    worse = sum(study.lost(setting) > 0 for study, setting in found)
-    how_many = f"all {worse}" if worse == len(found) else f"{worse} of the {len(found)}"
-    lead = (
-        f"**Where VGC loses.** After the same number of epochs VGC ends worse than Dense in {how_many} settings that "
-        "have run (a setting: an experiment, an optimizer, a method)."
+    by_optimizer = listed(
+        f"{_worse([pair for pair in found if pair[0].optimizer == name])} with {name}"
+        for name in dict.fromkeys(study.optimizer for study, _ in found)
     )
-    return "\n".join([lead, "", *(line(results, study) for results, study in compared)]) + "\n"
+    lead = (
+        f"**Where VGC loses.** After the same number of epochs VGC ends worse than Dense in {_worse(found)} settings "
+        f"that have run (a setting: an experiment, an optimizer, a method): {by_optimizer}.{_outdone(compared)} The "
+        f"table has VGC where it is best, at any ratio and at {ENOUGH} or more, each with its distance to Dense; all "
+        "others are in the tables below.\n"
+    )
+    head = ("experiment", "seeds", "Dense", "VGC at its best", f"VGC at a ratio of {ENOUGH} or more")
+    rows = [head, ["---"] * len(head), *(_verdict(results, study) for results, study in compared)]
+    return lead + "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def line(results: Results, study: Study) -> str:
-    """One study: Dense, VGC by what it loses, what fails, and what is better than VGC in both score and bytes."""
-    dense, score = study.dense, study.score
-    assert dense is not None
+def _worse(found: list[tuple[Study, Setting]]) -> str:
+    worse = sum(study.lost(setting) > 0 for study, setting in found)
+    return f"all {worse}" if worse == len(found) else f"{worse} of the {len(found)}"
+
+
+def _verdict(results: Results, study: Study) -> list[str]:
+    """One study's row."""
+    assert study.dense is not None
     counts = sorted({len(setting.scores) for setting in study.best})
-    of_seeds = seeds(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
-    failed = [setting for setting in study.best if study.lost(setting) > score.far]
-    others = [setting for setting in study.best if setting.kind == "vgc" and setting not in failed]
-    said = [
-        f"- **{results.name}, {study.optimizer}** ({results.plan.epochs} epochs, {of_seeds}): Dense ends at "
-        f"{score.shown(dense.score)}."
+    vgc = [setting for setting in study.best if setting.kind == "vgc"]
+    ahead = _first(study, vgc)
+    enough = _first(study, [setting for setting in vgc if setting.ratio >= ENOUGH])
+    return [
+        f"{results.name}, {study.optimizer}, {results.plan.epochs} epochs",
+        " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))),
+        study.score.shown(study.dense.score),
+        _outcome(study, ahead) if ahead else "-",
+        _outcome(study, enough) if enough else "-",
     ]
-    for verb, worse in (("loses", True), ("gains", False)):
-        if found := [_outcome(study, setting) for setting in others if (study.lost(setting) > 0) == worse]:
-            said.append(f"VGC {verb}: {listed(found)}.")
-    if failed:
-        names = listed(f"`{setting.name}` ({score.shown(setting.score)})" for setting in failed)
-        said.append(f"More than {score.far:g} {score.points} worse than Dense: {names}.")
-    if beaten := _beaten(study):
-        said.append(f"Worse in both score and bytes than a method that is not VGC: {listed(beaten)}.")
-    return " ".join(said)
+
+
+def _first(study: Study, settings: list[Setting]) -> Setting | None:
+    return max(settings, key=lambda setting: study.score.sign * setting.score, default=None)
 
 
 def _outcome(study: Study, setting: Setting) -> str:
     score = study.score
-    lost = f"{abs(study.lost(setting)):.{score.digits}f} {score.points}"
-    return f"`{setting.name}` {lost} ({score.shown(setting.score)}, ratio {number(setting.ratio)})"
+    apart = f"{-score.sign * study.lost(setting):+.{score.digits}f}"
+    return f"**{apart}** `{setting.name}`, {score.shown(setting.score)}, ratio {number(setting.ratio)}"
+
+
+def _outdone(compared: list[tuple[Results, Study]]) -> str:
+    """VGC's settings that are worse than something that is not VGC and sends as little."""
+    beaten = {f"{results.name}, {study.optimizer}": _beaten(study) for results, study in compared}
+    names = [f"{pair} ({where})" for where, pairs in beaten.items() for pair in pairs]
+    return f" A method that is not VGC is better with as few bytes: {listed(names)}." if names else ""
 
 
 def _beaten(study: Study) -> list[str]:
-    """VGC's settings that send more for a worse score, each with one that does better, the smallest."""
-    found, sign = [], study.score.sign
-    rivals = sorted((other for other in study.best if other.kind != "vgc"), key=lambda other: other.n_bytes)
-    for setting in study.best:
-        better = (r for r in rivals if sign * (r.score - setting.score) > 0 and r.n_bytes < setting.n_bytes)
-        if setting.kind == "vgc" and (rival := next(better, None)):
-            found.append(f"`{setting.name}` (than `{rival.name}`)")
+    """Each with the best of what is better."""
+    found = []
+    for setting in (one for one in study.best if one.kind == "vgc"):
+        others = [one for one in study.best if one.kind != "vgc" and one.n_bytes <= SAME * setting.n_bytes]
+        rival = _first(study, others)
+        if rival and study.score.sign * (rival.score - setting.score) > 0:
+            found.append(f"`{rival.name}` than `{setting.name}`")
     return found
 
 

@@ -146,14 +146,23 @@ def test_runs_that_are_not_finished_are_named_and_not_counted(made_up):
     assert f"Not run: sgd: {left}; adam: all." in said
 
 
-def test_the_summary_says_who_loses_who_fails_and_who_is_beaten(made_up):
+def test_the_summary_says_who_loses(made_up):
     said = tables.summary(load(made_up))
-    assert "worse than Dense in all 2 settings" in said
-    assert "(2 epochs, 1 to 3 seeds): Dense ends at 88.00 %." in said
-    assert "VGC loses: `vgc:alpha=1` 2.50 points (85.50 %, ratio 58.0)." in said
-    assert "VGC gains" not in said
-    assert "More than 20 points worse than Dense: `vgc:alpha=2` (10.00 %)." in said
-    assert "than a method that is not VGC: `vgc:alpha=1` (than `qsgd:bits=4`)." in said
+    assert "worse than Dense in all 2 settings that have run" in said
+    assert "method): all 2 with sgd." in said
+    ((name, row),) = cells(said.partition("\n\n")[2]).items()
+    closest, failed = "**-2.50** `vgc:alpha=1`, 85.50 %, ratio 58.0", "**-78.00** `vgc:alpha=2`, 10.00 %, ratio ∞"
+    assert (name, *row) == ("fake, sgd, 2 epochs", "1 to 3", "88.00 %", closest, failed)
+
+
+def test_the_summary_names_what_is_better_with_as_few_bytes(made_up):
+    """QSGD's 30 bytes are fewer than the 102 of alpha 1, and more than the 8 of alpha 2."""
+    said = "better with as few bytes: `qsgd:bits=4` than `vgc:alpha=1` (fake, sgd)."
+    assert said in tables.summary(load(made_up))
+    put(made_up / "results" / "fake", "sgd-qsgd-bits-4-seed0", [0.5, 0.89], [1, 1], [107, 107])
+    assert said in tables.summary(load(made_up)), "to 5 %"
+    put(made_up / "results" / "fake", "sgd-qsgd-bits-4-seed0", [0.5, 0.89], [1, 1], [108, 108])
+    assert "as few bytes" not in tables.summary(load(made_up))
 
 
 def test_fewer_bits_per_byte_are_better_and_every_method_has_its_best_learning_rate(tuned):
@@ -166,7 +175,7 @@ def test_fewer_bits_per_byte_are_better_and_every_method_has_its_best_learning_r
     assert rows["`vgc:alpha=1`"][1:3] == ["diverged", "-"]
     said = tables.summary(every)
     assert "worse than Dense in 0 of the 1 settings" in said
-    assert "VGC gains: `vgc:alpha=1 x0.5` 0.2500 bits (2.0000 bits, ratio 2.0)." in said
+    assert "| **-0.2500** `vgc:alpha=1 x0.5`, 2.0000 bits, ratio 2.0 | - |" in said
 
 
 def test_a_falling_density_is_a_row_of_its_own_and_its_missing_rates_are_named(tmp_path):
