@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -227,55 +226,3 @@ def test_the_model_itself_is_left_alone():
     assert all(one.module is not simulation.model for one in simulation.replicas)
     pointers = [p.data_ptr() for p in simulation.model.parameters()]
     assert all([p.data_ptr() for p in one.module.parameters()] == pointers for one in simulation.replicas)
-
-
-def convolutional(capture: bool, messages: bool) -> tuple[Simulation, torch.optim.Optimizer]:
-    """On a GPU, without dropout: a graph draws other numbers."""
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2)]
-    model = nn.Sequential(*layers, nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32 * 36, 10)).cuda()
-    simulation = gradwire.simulate(model, VGC(alpha=1.0), loss, workers=4, capture=capture, messages=messages)
-    return simulation, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def pictures() -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(6):
-        inputs = torch.randn(4, 8, 3, 16, 16, generator=generator)
-        yield inputs.cuda(), inputs.flatten(2).sum(2).argsort(1).cuda() % 10
-
-
-def in_turn(capture: bool) -> tuple[list[Tensor], Any]:
-    simulation, optimizer = convolutional(capture, messages=True)
-    for batch in pictures():
-        simulation.backward(*batch)
-        optimizer.step()
-    return [p.detach() for p in simulation.model.parameters()], simulation.stats()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_graph_of_all_workers_on_gpu():
-    """Sums of the same numbers by other kernels, and what is nearly undecided may fall on the other side."""
-    (eager, sent), (graph, again) = in_turn(capture=False), in_turn(capture=True)
-    for one, two in zip(eager, graph, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-2, atol=1e-3)
-    assert abs(sent.ratio / again.ratio - 1) < 0.05
-    assert sent.ratio > 2
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_messages_that_are_not_written_change_no_bit_on_gpu():
-    """Of the same gradients: a backward on a GPU has atomic additions, and does not repeat bit for bit itself."""
-    counted, optimizer = convolutional(capture=True, messages=False)
-    written, _ = convolutional(capture=False, messages=True)
-    for batch in pictures():
-        counted.backward(*batch)
-        done = written.ranks.exchange(counted.gradients.clone(), counted.moments.clone())
-        grads = [p.grad for p in counted.parameters.values()]
-        assert torch.equal(done.mean, torch.cat([grad.flatten() for grad in grads if grad is not None]))
-        optimizer.step()
-    ours, theirs = counted.ranks.snapshot(), written.ranks.snapshot()
-    assert all(torch.equal(*pair) for states in zip(ours, theirs, strict=True) for pair in zip(*states, strict=True))
-    sent, again = written.stats(), counted.stats()
-    assert sent.bytes_sent == again.bytes_sent
-    assert sent.elements_sent == again.elements_sent
