@@ -46,7 +46,7 @@ def say(**facts: object) -> None:
 
 
 # The last one is kept: Gloo's thread lets go of it after everybody else, and needs Python for that. Where Python ends
-# meanwhile the process hangs or aborts (torch 2.13, plain DDP too: within 20 programs that end right after a sum).
+# meanwhile the process hangs (torch 2.13, plain DDP too: one of some tens of programs that end right after a sum).
 asked: list[dist.Work] = []
 
 
