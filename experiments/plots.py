@@ -30,17 +30,19 @@ Sizes = dict[str, tuple[int, bool]]  # of a tensor by its name: elements, and wh
 MOST = 7  # lines of a panel beside Dense
 SHADES = {
     "dense": ("#000000",),
-    "vgc": ("#0b2f7a", "#2f7de1", "#1fb0c4", "#6c8fd0", "#0d6b70"),
+    "vgc": ("#0b2f7a", "#2f7de1", "#6c8fd0"),
+    "vgc density": ("#0d6b70", "#1fb0c4", "#5fb39b", "#00838f", "#8fd3de"),
     "vgc tau": ("#5b1a8b", "#a05fe0", "#c78be0"),
     "vgc feedback": ("#0a5c36", "#2ba36a", "#8cbf3f"),
-    "vgc momentum": ("#b3005e", "#f0509b", "#ff9ec9"),
+    "vgc density momentum": ("#b3005e", "#f0509b", "#ff9ec9"),
     "strom": ("#8f1d0c", "#e8643b", "#f2a65a"),
     "qsgd": ("#6b4f00", "#b8860b", "#d9b93b"),
 }
 OTHERS = ("#8c0b52", "#5c5c5c", "#738500", "#9c4f38", "#e0559b", "#008f8f", "#3f3f99", "#c92a2a", "#5f7f95", "#9f7fb8")
 # Options that make another family of a method; all others are a matter of degree.
-KINDS = {"vgc": {"tau", "feedback", "floor", "rounding", "momentum"}, "topk": {"momentum"}}
+KINDS = {"vgc": {"tau", "feedback", "floor", "rounding", "density", "momentum"}, "topk": {"momentum"}}
 DASHES = ("-", "--", "-.", ":")
+FILLS = dict(zip(DASHES, ("full", "none", "left", "bottom"), strict=True))  # what a dash is to a point
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
 TICKS = {1: (10, 30, 50, 60, 70, 75, 80, 84, 86, 88, 90, 92, 94, 96, 98), -1: (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)}
 
@@ -233,8 +235,8 @@ def draw_bytes(results: Results, looks: dict[str, Style]) -> Figure:
             if math.isfinite(score):
                 seen = [one for one in setting.scores if math.isfinite(one)]
                 spread = [[score - min(seen)], [max(seen) - score]]
-                look = {"fmt": style.marker, "color": style.color, "label": setting.variant}
-                axes.errorbar([setting.n_bytes], [score], yerr=spread, **look)  # type: ignore[arg-type]
+                look: dict[str, Any] = {"fmt": style.marker, "color": style.color, "label": setting.variant}
+                axes.errorbar([setting.n_bytes], [score], yerr=spread, fillstyle=FILLS[style.dash], **look)
         axes.set_xscale("log")
         axes.set(xlabel="bytes a step, as sent by one worker", title=f"{results.name}, {study.optimizer}")
         up_is_better(axes, study.score)

@@ -75,15 +75,21 @@ def _row(study: Study, setting: Setting) -> list[str]:
 
 def best_at_bytes(study: Study) -> str:
     """What is best at its bytes: nothing that has run is better and sends as little."""
-    sign = study.score.sign
-    beaten = [
-        setting
-        for setting in study.best
-        if any(sign * (o.score - setting.score) > 0 and o.n_bytes <= SAME * setting.n_bytes for o in study.best)
-    ]
-    kept = sorted((setting for setting in study.best if setting not in beaten), key=lambda setting: -setting.n_bytes)
+    kept = sorted(_unbeaten(study, study.best), key=lambda setting: -setting.n_bytes)
     names = [f"`{one.name}` ({study.score.shown(one.score)}, {kilobytes(one.n_bytes)} kB)" for one in kept]
     return f"Nothing that has run is better with as few bytes (to 5 %) than {listed(names)}.\n"
+
+
+def _unbeaten(study: Study, settings: list[Setting]) -> list[Setting]:
+    """Those of the settings that none of the others beats with as few bytes."""
+    return [setting for setting in settings if _rival(study, setting, settings) is None]
+
+
+def _rival(study: Study, setting: Setting, others: list[Setting]) -> Setting | None:
+    """The best of the others that are better and send as little."""
+    sign = study.score.sign
+    better = [one for one in others if sign * (one.score - setting.score) > 0 and one.n_bytes <= SAME * setting.n_bytes]
+    return _first(study, better)
 
 
 def summary(every: list[Results]) -> str:
@@ -142,18 +148,16 @@ def _outdone(compared: list[tuple[Results, Study]]) -> str:
     """VGC's settings that are worse than something that is not VGC and sends as little."""
     beaten = {f"{results.name}, {study.optimizer}": _beaten(study) for results, study in compared}
     names = [f"{pair} ({where})" for where, pairs in beaten.items() for pair in pairs]
-    return f" A method that is not VGC is better with as few bytes: {listed(names)}." if names else ""
+    unnamed = "; what another VGC beats so is left out"
+    return f" A method that is not VGC is better with as few bytes: {listed(names)}{unnamed}." if names else ""
 
 
 def _beaten(study: Study) -> list[str]:
     """Each with the best of what is better."""
-    found = []
-    for setting in (one for one in study.best if one.kind == "vgc"):
-        others = [one for one in study.best if one.kind != "vgc" and one.n_bytes <= SAME * setting.n_bytes]
-        rival = _first(study, others)
-        if rival and study.score.sign * (rival.score - setting.score) > 0:
-            found.append(f"`{rival.name}` than `{setting.name}`")
-    return found
+    ours = [setting for setting in study.best if setting.kind == "vgc"]
+    others = [setting for setting in study.best if setting.kind != "vgc"]
+    rivals = {setting.name: _rival(study, setting, others) for setting in _unbeaten(study, ours)}
+    return [f"`{rival.name}` than `{name}`" for name, rival in rivals.items() if rival]
 
 
 def runs(every: list[Results]) -> str:

@@ -157,12 +157,21 @@ def test_the_summary_says_who_loses(made_up):
 
 def test_the_summary_names_what_is_better_with_as_few_bytes(made_up):
     """QSGD's 30 bytes are fewer than the 102 of alpha 1, and more than the 8 of alpha 2."""
-    said = "better with as few bytes: `qsgd:bits=4` than `vgc:alpha=1` (fake, sgd)."
+    said = "better with as few bytes: `qsgd:bits=4` than `vgc:alpha=1` (fake, sgd)"
     assert said in tables.summary(load(made_up))
     put(made_up / "results" / "fake", "sgd-qsgd-bits-4-seed0", [0.5, 0.89], [1, 1], [107, 107])
     assert said in tables.summary(load(made_up)), "to 5 %"
     put(made_up / "results" / "fake", "sgd-qsgd-bits-4-seed0", [0.5, 0.89], [1, 1], [108, 108])
     assert "as few bytes" not in tables.summary(load(made_up))
+
+
+def test_the_summary_leaves_out_what_another_vgc_beats(made_up):
+    """Alpha 2 is better than alpha 1 with fewer bytes, and QSGD better than both."""
+    put(made_up / "results" / "fake", "sgd-vgc-alpha-2-seed0", [0.5, 0.88], [100, 100], [60, 60])
+    put(made_up / "results" / "fake", "sgd-qsgd-bits-4-seed0", [0.5, 0.89], [1, 1], [30, 30])
+    said = tables.summary(load(made_up))
+    assert "`qsgd:bits=4` than `vgc:alpha=2` (fake, sgd)" in said
+    assert "than `vgc:alpha=1`" not in said
 
 
 def test_fewer_bits_per_byte_are_better_and_every_method_has_its_best_learning_rate(tuned):
