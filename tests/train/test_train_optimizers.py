@@ -9,7 +9,7 @@ from torch import nn
 from gradwire import VGC, Dense, TopK
 from gradwire.compressors import MomentumDCT
 from gradwire.momentum import own_momentum
-from gradwire.train import optimizers
+from gradwire.train import optimizers, tasks
 
 
 @pytest.mark.parametrize("method", [TopK(momentum=0.9), VGC(alpha=0.1, momentum=0.9)], ids=repr)
@@ -41,3 +41,24 @@ def test_the_same_decay_in_effect() -> None:
             optimizer.step()
     assert weights[0].item() == pytest.approx(weights[1].item(), rel=1e-2)
     assert weights[0].item() < 0.5
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_without_momentum_a_step_of_adam_forgets_the_last_gradient(name: str) -> None:
+    """After a gradient of 1 one of 0: plain stands still, the other goes on."""
+    moved = {}
+    for kind in (name, f"plain-{name}"):
+        weight = nn.Parameter(torch.zeros(1))
+        optimizer = optimizers.make(kind, [weight], 0.1, 0.0)
+        for gradient in (1.0, 0.0):
+            before = weight.item()
+            weight.grad = torch.full((1,), gradient)
+            optimizer.step()
+        moved[kind] = before - weight.item()
+    assert moved[f"plain-{name}"] == 0
+    assert moved[name] > 0.01
+
+
+def test_every_task_has_a_learning_rate_for_every_optimizer() -> None:
+    for name in tasks.TASKS:
+        assert tasks.find(name).defaults.schedules.keys() == optimizers.OPTIMIZERS.keys()

@@ -19,7 +19,10 @@ from gradwire.train.team import choose_device, inside_torchrun
         (Settings(compressor="vgc:beta=1"), r"--compressor vgc:beta=1: .*beta.*alpha"),
         (Settings(compressor="vgc:alpha=x"), r"alpha.*'x'"),
         (Settings(compressor="vgc:alpha=-1"), r"alpha.*-1"),
-        (Settings(optimizer="lion"), r"unknown optimizer 'lion'. Known optimizers: adam, adamw, plain, sgd"),
+        (
+            Settings(optimizer="lion"),
+            r"unknown optimizer 'lion'. Known optimizers: adam, adamw, plain, plain-adam, plain-adamw, sgd",
+        ),
         (Settings(workers=0), r"--workers must be 1 or more, not 0"),
         (Settings(workers=-3), r"--workers must be 1 or more, not -3"),
         (Settings(epochs=0), r"--epochs must be 1 or more"),

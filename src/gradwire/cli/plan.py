@@ -73,7 +73,9 @@ def plan(
     json_file: Annotated[Path | None, Option("--json", help="all numbers, measured and predicted")] = None,
     csv_file: Annotated[Path | None, Option("--csv", help="the table")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,
-    optimizer: Annotated[str, Option(help="adam, adamw, sgd or plain")] = "adam",
+    optimizer: Annotated[
+        str, Option(help="adam, adamw, sgd; without momentum: plain-adam, plain-adamw, plain")
+    ] = "adam",
     data: Annotated[Path | None, Option(help="cifar10: folder of the official binary files; text: any file")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:

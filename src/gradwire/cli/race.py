@@ -32,7 +32,8 @@ def race(
     target: Annotated[float, Option(help="test accuracy")] = 0.97,
     seed: Annotated[list[int] | None, Option(help="may be repeated [0]")] = None,
     optimizer: Annotated[
-        str, Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own) or plain (without)")
+        str,
+        Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own); without: plain-adam[w], plain"),
     ] = "adam",
     learning_rate: Annotated[float | None, Option(help="of all methods [the task's for the optimizer]")] = None,
     batch: Annotated[int | None, Option(help="samples a host and step [the task's]")] = None,

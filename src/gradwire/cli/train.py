@@ -23,7 +23,8 @@ def train(
     workers: Annotated[int | None, Option(help="processes on this machine; under torchrun leave it out [4]")] = None,
     compressor: Annotated[str, Option(help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99")] = "vgc",
     optimizer: Annotated[
-        str, Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own) or plain (without)")
+        str,
+        Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own); without: plain-adam[w], plain"),
     ] = "adam",
     epochs: Annotated[int | None, Option(help="[the task's]")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.train import classify
 from gradwire.train.errors import InputError
-from gradwire.train.task import Defaults, Schedule, Share, Task, TaskKind
+from gradwire.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
 
 # MD5 of the files of the original cifar-10-binary.tar.gz
 FILES = {
@@ -142,12 +142,7 @@ KIND = TaskKind(
     defaults=Defaults(
         epochs=300,
         batch=64,
-        schedules={
-            "adam": Schedule(1e-3),
-            "adamw": Schedule(1e-3),
-            "plain": Schedule(0.05, times_workers=True, halve_every=25),
-            "sgd": Schedule(0.05, times_workers=True, halve_every=25),
-        },
+        schedules=schedules(adam=Schedule(1e-3), sgd=Schedule(0.05, times_workers=True, halve_every=25)),
         weight_decay=5e-4,
     ),
 )

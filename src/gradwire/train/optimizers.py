@@ -1,4 +1,7 @@
-"""The table of optimizers a run can use. They run on the decoded mean gradient, after the exchange."""
+"""The table of optimizers a run can use. They run on the decoded mean gradient, after the exchange.
+
+The plain ones have no momentum: what is held back has one of its own, by being late.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ OPTIMIZERS: dict[str, Maker] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "plain": torch.optim.SGD,
+    "plain-adam": partial(torch.optim.Adam, betas=(0.0, 0.999)),
+    "plain-adamw": partial(torch.optim.AdamW, betas=(0.0, 0.999)),
     "sgd": partial(torch.optim.SGD, momentum=0.9),  # unless the method has the momentum in what it holds back
 }
 

@@ -25,6 +25,11 @@ class Schedule:
         return self.base * (workers if self.times_workers else 1) * 0.5**halvings
 
 
+def schedules(adam: Schedule, sgd: Schedule) -> dict[str, Schedule]:
+    """For all optimizers: those of a family have the same."""
+    return {"adam": adam, "adamw": adam, "plain-adam": adam, "plain-adamw": adam, "plain": sgd, "sgd": sgd}
+
+
 @dataclass(frozen=True)
 class Defaults:
     """The hyper-parameters a task is run with when the command line says nothing else; `batch` is a worker's."""

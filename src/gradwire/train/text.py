@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.train.errors import InputError
-from gradwire.train.task import Defaults, Schedule, Share, Task, TaskKind
+from gradwire.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
 from gradwire.train.transformer import ByteTransformer
 
 CONTEXT = 128
@@ -107,6 +107,6 @@ KIND = TaskKind(
     defaults=Defaults(
         epochs=1,
         batch=16,
-        schedules={"adam": Schedule(1e-3), "adamw": Schedule(1e-3), "plain": Schedule(0.1), "sgd": Schedule(0.1)},
+        schedules=schedules(adam=Schedule(1e-3), sgd=Schedule(0.1)),
     ),
 )
