@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -149,10 +149,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Study:
-    """The settings with at least one finished run, in the order of the TOML."""
+    """The settings with at least one finished run, in the order of the TOML.
+
+    denses: Dense with and without this optimizer's momentum; the best of them is what all are compared with.
+    """
 
     optimizer: str
     settings: tuple[Setting, ...]
+    denses: tuple[Setting, ...]
 
     @property
     def score(self) -> Score:
@@ -167,7 +171,7 @@ class Study:
 
     @property
     def dense(self) -> Setting | None:
-        return next((setting for setting in self.best if setting.kind == "dense"), None)
+        return max(self.denses, key=lambda setting: self.score.sign * setting.score, default=None)
 
     def lost(self, setting: Setting) -> float:
         """What a setting is worse than Dense; less than 0 where it is better."""
@@ -184,8 +188,12 @@ class Results:
 
     @property
     def studies(self) -> list[Study]:
-        every = (Study(optimizer, self._settings(optimizer)) for optimizer in self.plan.optimizers)
-        return [study for study in every if study.settings]
+        every = {optimizer: self._settings(optimizer) for optimizer in self.plan.every_optimizer}
+        return [
+            Study(optimizer, found, tuple(_denses(found for name, found in every.items() if _alike(name, optimizer))))
+            for optimizer, found in every.items()
+            if found
+        ]
 
     def _settings(self, optimizer: str) -> tuple[Setting, ...]:
         found = []
@@ -197,6 +205,16 @@ class Results:
     @property
     def missing(self) -> list[Run]:
         return [run for run in self.plan.runs if run not in self.finished]
+
+
+def _denses(every: Iterable[Sequence[Setting]]) -> list[Setting]:
+    return [setting for found in every for setting in found if setting.kind == "dense"]
+
+
+def _alike(one: str, other: str) -> bool:
+    """Optimizers that are the same but for momentum."""
+    first, second = ("sgd" if name == "plain" else name.removeprefix("plain-") for name in (one, other))
+    return first == second
 
 
 def settings(plan: spec.Experiment, optimizer: str) -> Runs:

@@ -186,7 +186,7 @@ def _origin(results: Results) -> str:
 def _missing(results: Results) -> list[str]:
     """By optimizer, in the order of the TOML."""
     found = []
-    for optimizer in results.plan.optimizers:
+    for optimizer in results.plan.every_optimizer:
         planned = settings(results.plan, optimizer)
         left = {triple: [run for run in runs if run not in results.finished] for triple, runs in planned.items()}
         names: list[str] = []
@@ -242,7 +242,7 @@ def rate(results: Results, study: Study) -> str:
         said += f", warm-up over {course.warmup:.0%} of the run" if course.warmup else ""
     if any(run.rate != 1 for run in plan.runs):
         said += (
-            "; times the factor behind the x. The distance is to Dense at its best factor; pictures and the summary "
-            "take every method at its best, chosen by the score shown"
+            "; times the factor behind the x. Pictures and the summary take every method at its best, chosen by the "
+            "score shown"
         )
     return said + ".\n"

@@ -187,6 +187,18 @@ def test_fewer_bits_per_byte_are_better_and_every_method_has_its_best_learning_r
     assert "| **-0.2500** `vgc:alpha=1 x0.5`, 2.0000 bits, ratio 2.0 | - |" in said
 
 
+def test_without_momentum_the_distance_is_to_the_best_dense_of_both(tuned):
+    also = '\n[[also]]\noptimizers = ["plain", "adam"]\nmethods = ["vgc:alpha=1"]\n'
+    (tuned / "tuned.toml").write_text(TUNED + also, encoding="utf-8")
+    for optimizer in ("plain", "adam"):
+        name = f"{optimizer}-vgc-alpha-1-seed0"
+        put(tuned / "results" / "tuned", name, [2.5], [2], [1000], column="bits_per_byte")
+    studies = {study.optimizer: study for study in load(tuned)[0].studies}
+    assert cells(tables.table(studies["plain"]))["`vgc:alpha=1`"][1:3] == ["2.5000 bits", "+0.2500"]
+    assert studies["plain"].dense == studies["sgd"].dense
+    assert studies["adam"].dense is None
+
+
 def test_a_falling_density_is_a_row_of_its_own_and_its_missing_rates_are_named(tmp_path):
     plan = TUNED.replace('"vgc:alpha=1"', '"vgc:density=0.1"').replace("rates =", "fronts = [0, 3]\nrates =")
     (tmp_path / "tuned.toml").write_text(plan, encoding="utf-8")

@@ -57,6 +57,13 @@ def test_more_runs_of_some_methods() -> None:
     ]
 
 
+def test_more_runs_with_an_optimizer_of_their_own() -> None:
+    also = [{"methods": ["dense"], "optimizers": ["plain"]}]
+    experiment = from_table(GOOD | {"optimizers": ["sgd"], "also": also, "learning_rate": {"plain": 2.0}})
+    assert [run.name for run in experiment.runs] == ["sgd-dense-seed0", "sgd-vgc-alpha-1-seed0", "plain-dense-seed0"]
+    assert experiment.rate_at(experiment.runs[-1], 0.5) == 2.0
+
+
 def test_learning_rates() -> None:
     table = {
         "task": "cifar10",
@@ -109,7 +116,7 @@ def test_the_same_schedule_in_fewer_epochs() -> None:
         ({"also": [{"seeds": [1]}]}, "methods must be given"),
         ({"also": [{"methods": ["dense"], "epochs": 3}]}, "unknown epochs. Known: methods, rates, fronts, seeds"),
         ({"also": [{"methods": ["dense"], "seeds": []}]}, "at least one"),
-        ({"also": [{"methods": ["dense"], "optimizers": ["adam"]}]}, "not among the optimizers"),
+        ({"also": [{"methods": ["dense"], "optimizers": ["lamb"]}]}, "unknown optimizer"),
     ],
 )
 def test_errors_say_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -49,7 +49,7 @@ class Grid:
     rates: tuple[float, ...] = (1.0,)
     fronts: tuple[float, ...] = (0.0,)  # for methods with a density
     seeds: tuple[int, ...] = (0,)
-    optimizers: tuple[str, ...] = ()  # empty: all of the experiment
+    optimizers: tuple[str, ...] = ()  # empty: those of the experiment
 
     def __post_init__(self) -> None:
         for method in self.methods:

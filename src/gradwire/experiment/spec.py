@@ -48,10 +48,10 @@ class Experiment:
 
     def __post_init__(self) -> None:
         kind = tasks.find(self.task)
-        for optimizer in self.optimizers:
+        for optimizer in self.every_optimizer:
             optimizers.find(optimizer)
         for name, table in {"learning_rate": self.learning_rate, "schedule": self.schedule}.items():
-            if unknown := table.keys() - set(self.optimizers):
+            if unknown := table.keys() - set(self.every_optimizer):
                 raise InputError(f"{name} names {', '.join(sorted(unknown))}, which is not among the optimizers")
         numbers = {"epochs": self.epochs, "workers": self.workers, "batch": self.batch or kind.defaults.batch}
         for name, number in numbers.items():
@@ -61,12 +61,15 @@ class Experiment:
             raise InputError("optimizers must name at least one")
         if self.precision not in PRECISIONS:
             raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
-        if unknown := {name for grid in self.grids for name in grid.optimizers} - set(self.optimizers):
-            raise InputError(f"also names {', '.join(sorted(unknown))}, which is not among the optimizers")
+
+    @property
+    def every_optimizer(self) -> tuple[str, ...]:
+        """Those that only [[also]] names too."""
+        return tuple(dict.fromkeys(name for grid in self.grids for name in grid.optimizers))
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        return (Grid(self.methods, self.rates, self.fronts, self.seeds), *self.also)
+        return (Grid(self.methods, self.rates, self.fronts, self.seeds, self.optimizers), *self.also)
 
     @property
     def runs(self) -> list[Run]:
