@@ -54,3 +54,15 @@ def spawn() -> Iterator[Pool]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def full_precision() -> Iterator[None]:
+    """No tf32. Not by monkeypatch: torch's switches are no attributes that it could give back."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    for switch in switches:
+        switch.allow_tf32 = False
+    yield
+    for switch, value in zip(switches, before, strict=True):
+        switch.allow_tf32 = value

@@ -13,10 +13,10 @@ from gradwire.ranks import Ranks
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.usefixtures("full_precision")
 @pytest.mark.parametrize("name", ROWS)
-def test_a_gpu_does_what_the_cpu_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_does_what_the_cpu_does(name: str) -> None:
     """Bit for bit, but for methods with matrix products and for sums in half precision."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     compressor = ROWS[name].compressor
     rounds = isinstance(compressor, PowerSGD | MomentumDCT | Sum)
     cpu, gpu = (Ranks(compressor, LAYOUT, 3, device=torch.device(kind)) for kind in ("cpu", "cuda"))

@@ -69,10 +69,9 @@ def test_kernels_on_a_gpu() -> None:
 
 
 @pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def anywhere(full_precision: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too: with the definition for the kernels, and for the half of torch's backward that a CPU lacks."""
     if GPU:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         return
 
     def input_gradient(

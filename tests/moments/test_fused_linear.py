@@ -176,10 +176,10 @@ def test_a_cpu_is_not_supported() -> None:
 
 
 @needs_gpu
+@pytest.mark.usefixtures("full_precision")  # which products.py follows
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", LARGE)
-def test_on_gpu(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)  # which products.py follows
+def test_on_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     check(shape, dtype, "cuda")
 
 

@@ -8,7 +8,10 @@ from torch import nn
 
 from gradwire.moments import Recorder
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("full_precision"),
+]
 
 
 class Tied(nn.Module):
@@ -57,11 +60,6 @@ def moments(make, x, device, dtype=None, compiled=False, channels_last=False):
         loss = called(x).float().square().mean()
     loss.backward()
     return {name: recorder.moment(name).double().cpu() for name, _ in model.named_parameters()}
-
-
-@pytest.fixture(autouse=True)
-def _full_precision():
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
 @pytest.mark.parametrize("name", MODELS)
