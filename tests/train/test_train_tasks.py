@@ -1,5 +1,6 @@
 """The tasks: sizes of the networks, splits, and errors for data that are not what they should be."""
 
+import gzip
 import hashlib
 import math
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.train import cifar10, digits, tasks, text
+from gradwire.train import cifar10, digits, fashion, tasks, text
 from gradwire.train.errors import InputError
 from gradwire.train.task import Schedule, Share
 
@@ -18,7 +19,7 @@ def count(model: nn.Module) -> int:
 
 
 def test_unknown_task_names_the_known_ones() -> None:
-    with pytest.raises(InputError, match=r"unknown task 'mnist'.*digits.*cifar10.*text"):
+    with pytest.raises(InputError, match=r"unknown task 'mnist'.*digits.*fashion.*cifar10.*text"):
         tasks.find("mnist")
 
 
@@ -59,6 +60,58 @@ def test_digits_network_and_evaluation_in_shares() -> None:
 def test_digits_takes_no_data() -> None:
     with pytest.raises(InputError, match="takes no --data"):
         digits.open_digits(Path("somewhere"))
+
+
+# fashion
+
+
+def idx(*shape: int, fill: int = 0) -> bytes:
+    lengths = b"".join(length.to_bytes(4, "big") for length in shape)
+    return bytes([0, 0, 8, len(shape)]) + lengths + bytes((fill + k) % 10 for k in range(math.prod(shape)))
+
+
+def write_fake_fashion(folder: Path, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pictures to train on and three to test on, and the checks made to expect them."""
+    contents = (idx(6, 28, 28), idx(6), idx(3, 28, 28, fill=5), idx(3, fill=5))
+    for name, content in zip(fashion.FILES, contents, strict=True):
+        (folder / (name + ".gz" * packed)).write_bytes(gzip.compress(content) if packed else content)
+    sizes = [(len(content), hashlib.md5(content).hexdigest()) for content in contents]
+    monkeypatch.setattr(fashion, "FILES", dict(zip(fashion.FILES, sizes, strict=True)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fashion_reads_the_official_format(tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_fake_fashion(tmp_path, packed, monkeypatch)
+    task = fashion.open_fashion(tmp_path)
+    assert isinstance(task, fashion.Fashion)
+    assert (task.samples, task.targets.tolist(), task.test_targets.tolist()) == (6, [*range(6)], [5, 6, 7])
+    assert task.images[1, :3].tolist() == [4, 5, 6], "784 pixels a picture"
+    inputs, targets = task.batch(torch.tensor([2, 0]))
+    assert inputs[1, 3].item() == pytest.approx((3 - fashion.MEAN) / fashion.DEVIATION)
+    assert targets.tolist() == [2, 0]
+    model = task.make_model()
+    assert count(model) == 235_146
+    with torch.no_grad():
+        parts = torch.stack([task.evaluate(model, Share(rank, 2)) for rank in range(2)]).sum(0)
+        assert task.evaluate(model, Share()).tolist() == parts.tolist()
+    assert parts[1] == 3
+
+
+def test_fashion_says_which_file_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="needs --data DIR"):
+        fashion.open_fashion(None)
+    with pytest.raises(InputError, match="is not a folder"):
+        fashion.open_fashion(tmp_path / "absent")
+    with pytest.raises(InputError, match="train-images-idx3-ubyte is missing"):
+        fashion.open_fashion(tmp_path)
+    write_fake_fashion(tmp_path, True, monkeypatch)
+    labels = tmp_path / "train-labels-idx1-ubyte.gz"
+    labels.write_bytes(gzip.compress(idx(6) + b"more"))
+    with pytest.raises(InputError, match=r"train-labels-idx1-ubyte\.gz has MD5 [0-9a-f]{32}, the official file"):
+        fashion.open_fashion(tmp_path)
+    labels.write_bytes(gzip.compress(idx(6))[:-9])
+    with pytest.raises(InputError, match=r"train-labels-idx1-ubyte\.gz cannot be read"):
+        fashion.open_fashion(tmp_path)
 
 
 # cifar10

@@ -19,7 +19,7 @@ from gradwire.train.settings import DEVICES
 
 def experiment(
     file: Annotated[Path, Argument(help="a TOML file, such as those in experiments/")],
-    data: Annotated[Path | None, Option(help="cifar10: folder of the official binary files; text: any file")] = None,
+    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
     out: Annotated[Path | None, Option(help="folder of the results [results/NAME beside FILE]")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
     only: Annotated[

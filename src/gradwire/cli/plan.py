@@ -55,7 +55,7 @@ class Outputs:
 
 def plan(
     task: Annotated[
-        str | None, Option(help="measure: digits, cifar10 or text, over workers and link as they are")
+        str | None, Option(help="measure: digits, fashion, cifar10 or text, over workers and link as they are")
     ] = None,
     workers: Annotated[int | None, Option(help="processes on this machine, or those to plan for [4]")] = None,
     methods: Annotated[str, Option(help="to compare, with a space between them")] = METHODS,
@@ -76,7 +76,7 @@ def plan(
     optimizer: Annotated[
         str, Option(help="adam, adamw, sgd; without momentum: plain-adam, plain-adamw, plain")
     ] = "adam",
-    data: Annotated[Path | None, Option(help="cifar10: folder of the official binary files; text: any file")] = None,
+    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Predict the step time of every method, and say which to take. Under torchrun or gradwire lab with --task."""

@@ -18,7 +18,7 @@ METHODS = "dense,bf16,vgc:alpha=1.5,torch:allreduce,torch:fp16,torch:powersgd:ra
 
 
 def race(
-    task: Annotated[str, Option(help="digits or cifar10")] = "digits",
+    task: Annotated[str, Option(help="digits, fashion or cifar10")] = "digits",
     hosts: Annotated[int, Option(help="network namespaces, one worker each")] = 4,
     rates: Annotated[str, Option(help="of the links, between commas: 10,100,1Gbit (Mbit/s)")] = "10,100,1000",
     methods: Annotated[
@@ -40,7 +40,7 @@ def race(
     every: Annotated[int, Option(help="steps between two tests, whose time is not counted")] = 5,
     limit_s: Annotated[float, Option(help="seconds of training after which a run has not reached the target")] = 600.0,
     limit_steps: Annotated[int, Option(help="steps after which it has not")] = 3000,
-    data: Annotated[Path | None, Option(help="cifar10: folder of the official binary files")] = None,
+    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files")] = None,
     out: Annotated[Path, Option(help="folder of race.csv, trace.csv and race.svg")] = Path("race"),
     loopback: Annotated[bool, Option("--loopback", help="no root, no rates: all on 127.0.0.1")] = False,
 ) -> None:

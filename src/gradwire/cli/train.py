@@ -19,7 +19,7 @@ from gradwire.train.team import choose_device, inside_torchrun
 
 
 def train(
-    task: Annotated[str, Option(help="digits, cifar10 or text")] = "digits",
+    task: Annotated[str, Option(help="digits, fashion, cifar10 or text")] = "digits",
     workers: Annotated[int | None, Option(help="processes on this machine; under torchrun leave it out [4]")] = None,
     compressor: Annotated[str, Option(help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99")] = "vgc",
     optimizer: Annotated[
@@ -31,7 +31,7 @@ def train(
     learning_rate: Annotated[float | None, Option(help="[the task's for the optimizer]")] = None,
     weight_decay: Annotated[float | None, Option(help="[the task's]")] = None,
     seed: Annotated[int, Option(help="of the initial weights, the order of the samples and dropout")] = 0,
-    data: Annotated[Path | None, Option(help="cifar10: folder of the official binary files; text: any file")] = None,
+    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
     out: Annotated[Path | None, Option(help="folder of the run [runs/TASK-COMPRESSOR-SEED]")] = None,
     resume: Annotated[bool, Option("--resume", help="go on from the last checkpoint in --out")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="start anew in an --out that holds a run")] = False,

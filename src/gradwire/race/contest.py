@@ -75,7 +75,7 @@ def runs(rates: str, names: str, seeds: Sequence[int], loopback: bool = False, *
     found = [Run(rate=rate, method=name, seed=seed, **common) for rate, seed, name in every]
     check_numbers(found[0])
     if SCORE not in found[0].plan().task.scores:
-        raise InputError(f"task {found[0].task} has no accuracy to race to; digits and cifar10 have")
+        raise InputError(f"task {found[0].task} has no accuracy to race to; digits, fashion and cifar10 have")
     return found
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from gradwire.train import cifar10, digits, text
+from gradwire.train import cifar10, digits, fashion, text
 from gradwire.train.errors import InputError
 from gradwire.train.task import TaskKind
 
-TASKS: dict[str, TaskKind] = {kind.name: kind for kind in (digits.KIND, cifar10.KIND, text.KIND)}
+TASKS: dict[str, TaskKind] = {kind.name: kind for kind in (digits.KIND, fashion.KIND, cifar10.KIND, text.KIND)}
 
 
 def find(name: str) -> TaskKind:
