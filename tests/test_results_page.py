@@ -190,8 +190,7 @@ def test_fewer_bits_per_byte_are_better_and_every_method_has_its_best_learning_r
 def test_without_momentum_the_distance_is_to_the_best_dense_of_both(tuned):
     also = '\n[[also]]\noptimizers = ["plain", "adam"]\nmethods = ["vgc:alpha=1"]\n'
     (tuned / "tuned.toml").write_text(TUNED + also, encoding="utf-8")
-    for optimizer in ("plain", "adam"):
-        name = f"{optimizer}-vgc-alpha-1-seed0"
+    for name in ("plain-vgc-alpha-1-seed0", "adam-vgc-alpha-1-seed0"):
         put(tuned / "results" / "tuned", name, [2.5], [2], [1000], column="bits_per_byte")
     studies = {study.optimizer: study for study in load(tuned)[0].studies}
     assert cells(tables.table(studies["plain"]))["`vgc:alpha=1`"][1:3] == ["2.5000 bits", "+0.2500"]
