@@ -1,4 +1,4 @@
-"""Task `fashion`: Fashion-MNIST's official files, and a small perceptron: an experiment that a CPU does in a minute."""
+"""Task `fashion`: Fashion-MNIST's official files, and a small perceptron: a run takes a CPU half a minute."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The table of optimizers a run can use. They run on the decoded mean gradient, after the exchange.
 
-The plain ones have no momentum: what is held back has one of its own, by being late.
+The plain ones have no momentum: where much is held back that may be better (docs/methods.md).
 """
 
 from __future__ import annotations
