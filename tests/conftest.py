@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers beside this file: 
 import warm
 from interpreted import interpreting  # noqa: F401 a fixture for all files
 from workers import Pool
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and all that they start with them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
