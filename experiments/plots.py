@@ -44,6 +44,7 @@ KINDS = {"vgc": {"tau", "feedback", "floor", "rounding", "density", "momentum"},
 DASHES = ("-", "--", "-.", ":")
 FILLS = dict(zip(DASHES, ("full", "none", "left", "bottom"), strict=True))  # what a dash is to a point
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
+BEST, BEST_DASH = "dense at its best", (0, (1, 1.5))  # with or without momentum: what all are compared with
 TICKS = {1: (10, 30, 50, 60, 70, 75, 80, 84, 86, 88, 90, 92, 94, 96, 98), -1: (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)}
 
 
@@ -207,6 +208,9 @@ def draw_scores(study: Study, looks: dict[str, Style]) -> Figure:
     for axes, group in zip(every, groups, strict=True):
         for setting in group:
             draw_line(axes, setting, looks[setting.variant], lambda history: history.scores)
+        if study.dense and study.dense not in group:
+            scores = [median(of_seeds) for of_seeds in zip(*(h.scores for h in study.dense.histories), strict=True)]
+            axes.plot(range(1, len(scores) + 1), scores, color="black", linestyle=BEST_DASH, label=BEST)
         up_is_better(axes, study.score)
         axes.set_xlabel("epoch")
         beside(axes)
@@ -237,11 +241,13 @@ def draw_bytes(results: Results, looks: dict[str, Style]) -> Figure:
                 spread = [[score - min(seen)], [max(seen) - score]]
                 look: dict[str, Any] = {"fmt": style.marker, "color": style.color, "label": setting.variant}
                 axes.errorbar([setting.n_bytes], [score], yerr=spread, fillstyle=FILLS[style.dash], **look)
+        if study.dense:
+            axes.axhline(study.dense.score, color="black", linestyle=BEST_DASH, linewidth=1, label=BEST)
         axes.set_xscale("log")
         axes.set(xlabel="bytes a step, as sent by one worker", title=f"{results.name}, {study.optimizer}")
         up_is_better(axes, study.score)
     handles = {label: handle for axes in every for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    names = [name for name in looks if name in handles]
+    names = [name for name in (BEST, *looks) if name in handles]
     figure.legend([handles[name] for name in names], names, fontsize=8, loc="outside right upper", frameon=False)
     return figure
 
@@ -260,6 +266,8 @@ def draw_layers(settings: Sequence[Setting], sizes: Sizes, looks: dict[str, Styl
             axes.plot(matrices, [ratios[p] for p in matrices], dash, marker="o", label=f"epoch {row['epoch']}", **look)
             axes.plot(vectors, [ratios[p] for p in vectors], "x", **look)
         axes.set_yscale("log")
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, math.sqrt(low * high / 10)), max(high, math.sqrt(low * high * 10)))  # a decade or more
         axes.set_xticks(matrices, [names[place] for place in matrices], rotation=90, fontsize=6)
         axes.set(ylabel="ratio of the tensor", title=setting.name)
         axes.grid(alpha=0.3)

@@ -75,21 +75,18 @@ def _row(study: Study, setting: Setting) -> list[str]:
 
 def best_at_bytes(study: Study) -> str:
     """What is best at its bytes: nothing that has run is better and sends as little."""
-    kept = sorted(_unbeaten(study, study.best), key=lambda setting: -setting.n_bytes)
+    kept = sorted(_unbeaten(study), key=lambda setting: -setting.n_bytes)
     names = [f"`{one.name}` ({study.score.shown(one.score)}, {kilobytes(one.n_bytes)} kB)" for one in kept]
     return f"Nothing that has run is better with as few bytes (to 5 %) than {listed(names)}.\n"
 
 
-def _unbeaten(study: Study, settings: list[Setting]) -> list[Setting]:
-    """Those of the settings that none of the others beats with as few bytes."""
-    return [setting for setting in settings if _rival(study, setting, settings) is None]
-
-
-def _rival(study: Study, setting: Setting, others: list[Setting]) -> Setting | None:
-    """The best of the others that are better and send as little."""
+def _unbeaten(study: Study) -> list[Setting]:
     sign = study.score.sign
-    better = [one for one in others if sign * (one.score - setting.score) > 0 and one.n_bytes <= SAME * setting.n_bytes]
-    return _first(study, better)
+    return [
+        one
+        for one in study.best
+        if not any(sign * (rival.score - one.score) > 0 and rival.n_bytes <= SAME * one.n_bytes for rival in study.best)
+    ]
 
 
 def summary(every: list[Results]) -> str:
@@ -104,9 +101,10 @@ def summary(every: list[Results]) -> str:
     )
     lead = (
         f"**Where VGC loses.** After the same number of epochs VGC ends worse than Dense in {_worse(found)} settings "
-        f"that have run (a setting: an experiment, an optimizer, a method): {by_optimizer}.{_outdone(compared)} The "
-        f"table has VGC where it is best, at any ratio and at {ENOUGH} or more, each with its distance to Dense; all "
-        "others are in the tables below.\n"
+        "that have run (a setting: an experiment, an optimizer, a method; plain: VGC without the optimizer's momentum, "
+        f"and Dense with it where that is better): {by_optimizer}.{_outdone(compared)} "
+        f"The table has VGC where it is best, at any ratio and at {ENOUGH} or more, each with its distance to Dense; "
+        "all others are in the tables below.\n"
     )
     head = ("experiment", "seeds", "Dense", "VGC at its best", f"VGC at a ratio of {ENOUGH} or more")
     rows = [head, ["---"] * len(head), *(_verdict(results, study) for results, study in compared)]
@@ -145,19 +143,21 @@ def _outcome(study: Study, setting: Setting) -> str:
 
 
 def _outdone(compared: list[tuple[Results, Study]]) -> str:
-    """VGC's settings that are worse than something that is not VGC and sends as little."""
-    beaten = {f"{results.name}, {study.optimizer}": _beaten(study) for results, study in compared}
-    names = [f"{pair} ({where})" for where, pairs in beaten.items() for pair in pairs]
-    unnamed = "; what another VGC beats so is left out"
-    return f" A method that is not VGC is better with as few bytes: {listed(names)}{unnamed}." if names else ""
+    """Where something that is not VGC is better than every VGC that sends as little."""
+    ahead = {f"{results.name}, {study.optimizer}": _ahead(study) for results, study in compared}
+    named = [f"{listed(names)} ({where})" for where, names in ahead.items() if names]
+    return f" Better than every VGC that has run with as few bytes: {'; '.join(named)}." if named else ""
 
 
-def _beaten(study: Study) -> list[str]:
-    """Each with the best of what is better."""
-    ours = [setting for setting in study.best if setting.kind == "vgc"]
-    others = [setting for setting in study.best if setting.kind != "vgc"]
-    rivals = {setting.name: _rival(study, setting, others) for setting in _unbeaten(study, ours)}
-    return [f"`{rival.name}` than `{name}`" for name, rival in rivals.items() if rival]
+def _ahead(study: Study) -> list[str]:
+    """Each by how much. Where no VGC sends as little there is nothing to compare."""
+    score, names = study.score, []
+    for one in study.best:
+        ours = [vgc for vgc in study.best if vgc.kind == "vgc" and vgc.n_bytes <= SAME * one.n_bytes]
+        best = _first(study, ours)
+        if best and one.kind not in ("vgc", "dense") and (apart := score.sign * (one.score - best.score)) > 0:
+            names.append(f"`{one.name}` by {apart:.{score.digits}f} {score.points}")
+    return names
 
 
 def runs(every: list[Results]) -> str:
