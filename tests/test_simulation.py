@@ -60,7 +60,13 @@ def real(compressor: Any) -> tuple[list[str], dict[str, Any], dict[str, Tensor],
     return prints, wire.state_dict(), dict(model.module.named_buffers()), wire.stats()
 
 
-HELD = [VGC(alpha=1.0), VGC(alpha=1.5, tau=0.02), VGC(alpha=0.2, momentum=0.5), Strom(tau=0.02)]
+HELD = [
+    VGC(alpha=1.0),
+    VGC(alpha=0, density=0.05),
+    VGC(alpha=1.5, tau=0.02),
+    VGC(alpha=0.2, momentum=0.5),
+    Strom(tau=0.02),
+]
 FIXED = [TopK(density=0.1), gradwire.QSGD()]
 # A dense step is an all-reduce, and a ring of three adds in another order than we do: with two there is only one.
 PAIRS = [(method, 2) for method in (*HELD, *FIXED, Dense())] + [(method, 3) for method in FIXED]
@@ -207,6 +213,18 @@ def test_other_options_in_mid_run(spawn, messages):
     assert spawn(2, retuned)[0] == prints
     with pytest.raises(TypeError, match="same method"):
         simulation.compressor = Dense()
+
+
+def test_where_the_variance_counts_for_nothing_it_is_not_made():
+    """An alpha whose variance is rounded away chooses the same elements, with messages and without."""
+    prints = []
+    for alpha, messages in ((1e-30, True), (0.0, True), (0.0, False)):
+        simulation, optimizer = simulated(VGC(alpha=alpha, density=0.05), 2, messages=messages)
+        assert [replica.recorder is None for replica in simulation.replicas] == [not alpha] * 2
+        prints.append(advance(simulation, optimizer, range(STEPS)))
+    assert prints[0] == prints[1] == prints[2]
+    with pytest.raises(ValueError, match="has no second moments"):
+        simulation.compressor = VGC(alpha=1.0, density=0.05)
 
 
 def retuned() -> list[str]:

@@ -61,6 +61,13 @@ def test_a_switch_to_a_sum_takes_everything_along(spawn, last):
         assert left == 0
 
 
+def test_a_switch_to_a_method_without_moments_and_back_loses_nothing(spawn):
+    plain = VGC(alpha=0, floor=0.05, feedback=True)
+    for error, left in spawn(2, balance, [STRICT, STRICT, plain, plain, STRICT, Dense(), Dense()]):
+        assert error < 1e-6
+        assert left == 0
+
+
 def test_a_switch_whose_first_step_is_spoiled_loses_nothing(spawn):
     """The spoiled gradient of step 3 itself stays held back by nobody: a scaler drops that step in plain DDP too."""
     for error, left in spawn(2, balance, [STRICT, STRICT, STRICT, Dense(), Dense()], (3,)):

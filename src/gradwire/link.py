@@ -24,7 +24,7 @@ from gradwire.exchange import agree, courier_of
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
-from gradwire.momentum import warn_of_two
+from gradwire.momentum import Advice
 from gradwire.parcels import Parcel, Step, recorded_event
 from gradwire.plain import Plain
 from gradwire.stats import Meter
@@ -72,6 +72,7 @@ class Link:
         self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
+        self._advice = Advice(self.group)
         self._small: Small | None = None
         self._compressed: set[str] = set()  # tensors that may hold something back
         self._delivery: Delivery | None = None
@@ -233,7 +234,7 @@ class Link:
         """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
-            warn_of_two(self._compressor, optimizer)
+            self._advice(self._compressor, optimizer)
             if self.plain is not None and self.plain.steps_with(optimizer):
                 self.plain.count(self.meter)
                 self._end_step(finite=True)

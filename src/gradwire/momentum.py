@@ -6,6 +6,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gradwire.compressors.topk import TopK
 from gradwire.compressors.vgc import VGC
@@ -16,12 +17,31 @@ def own_momentum(method: Any) -> float:
     return method.momentum if isinstance(method, TopK | VGC) else 0.0
 
 
-def warn_of_two(method: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Once, as Python shows a warning of the same words once."""
-    own, theirs = own_momentum(method), max((group.get("momentum", 0) for group in optimizer.param_groups), default=0)
-    if own and theirs:
-        warnings.warn(
-            f"gradwire: {type(method).__name__}(momentum={own:g}) has the momentum in what it holds back, and the "
-            f"optimizer has one of {theirs:g} too: set the optimizer's to 0",
-            stacklevel=2,
+class Advice:
+    """What is known of a method and an optimizer, told once a method by the first rank."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._tells, self._told = dist.get_rank(group) == 0, None
+
+    def __call__(self, method: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._tells and self._told is not method:
+            self._told = method
+            if said := advice(method, optimizer):
+                warnings.warn(f"gradwire: {said}", stacklevel=2)
+
+
+def advice(method: Any, optimizer: torch.optim.Optimizer) -> str | None:
+    """Where SGD's momentum acts twice, or delays once more what is late already."""
+    theirs = max((group.get("momentum", 0) for group in optimizer.param_groups), default=0)
+    if not theirs or not isinstance(method, TopK | VGC):
+        return None
+    name = type(method).__name__
+    if method.momentum:
+        return (
+            f"{name}(momentum={method.momentum:g}) has the momentum in what it holds back, and the optimizer has one "
+            f"of {theirs:g} too: set the optimizer's to 0"
         )
+    return (
+        f"the optimizer's momentum of {theirs:g} delays what {name} holds back once more. Try momentum=0 and "
+        f"lr / (1 - {theirs:g}), as far in effect: docs/methods.md, Momentum, has what that gained"
+    )

@@ -109,6 +109,8 @@ class Simulation:
         """The same method with other options, from the next step on; what is held back stays."""
         if type(compressor) is not type(self.compressor):
             raise TypeError(f"a simulation of {self.compressor!r} goes on with the same method, not {compressor!r}")
+        if compressor.needs_moments and not self.moments.numel():
+            raise ValueError(f"a simulation of {self.compressor!r} has no second moments, which {compressor!r} needs")
         self.ranks.use(compressor)
 
     def backward(self, *batch: Tensor) -> Tensor:

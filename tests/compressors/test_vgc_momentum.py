@@ -12,7 +12,7 @@ from torch import Tensor
 
 import gradwire
 import scenes
-from gradwire import VGC
+from gradwire import VGC, TopK
 from gradwire.compressors import Context
 from gradwire.compressors.vgc import VGCState
 from gradwire.kernels import reference
@@ -141,13 +141,25 @@ def warned(compressor: Any, momentum: float) -> list[str]:
 
 
 def test_two_momenta_are_told_once(spawn: Any) -> None:
-    (told,) = spawn(1, warned, METHOD, 0.9)
-    assert told == [
-        "gradwire: VGC(momentum=0.5) has the momentum in what it holds back, and the optimizer has one of 0.9 too: "
-        "set the optimizer's to 0"
+    assert spawn(2, warned, METHOD, 0.9) == [
+        [
+            "gradwire: VGC(momentum=0.5) has the momentum in what it holds back, and the optimizer has one of 0.9 too: "
+            "set the optimizer's to 0"
+        ],
+        [],
     ]
-    for method, momentum in ((METHOD, 0.0), (VGC(), 0.9)):
-        assert spawn(1, warned, method, momentum) == [[]]
+
+
+@pytest.mark.parametrize("method", [VGC(), TopK()], ids=repr)
+def test_momentum_in_the_optimizer_is_told_once(spawn: Any, method: VGC | TopK) -> None:
+    ((told,),) = spawn(1, warned, method, 0.9)
+    assert f"the optimizer's momentum of 0.9 delays what {type(method).__name__} holds back" in told
+    assert "momentum=0 and lr / (1 - 0.9)" in told
+
+
+@pytest.mark.parametrize(("method", "momentum"), [(METHOD, 0.0), (VGC(), 0.0), (gradwire.PowerSGD(), 0.9)], ids=repr)
+def test_nothing_is_told_where_nothing_is_known(spawn: Any, method: Any, momentum: float) -> None:
+    assert spawn(1, warned, method, momentum) == [[]]
 
 
 def spoiled() -> tuple[list[bool], list[bool]]:

@@ -109,8 +109,12 @@ S = TypeVar("S", bound=State)
 class Gather(Protocol[S]):
     """A method whose messages are gathered: every rank decodes all of them in rank order."""
 
-    needs_moments: ClassVar[bool]
     needs_room: ClassVar[bool]  # its messages are as long as the counts of the step before ask for
+
+    @property
+    def needs_moments(self) -> bool:
+        """Whether second moments by sample are made for it; zeros are given to it where not."""
+        ...
 
     @property
     def holds_back(self) -> bool:

@@ -72,9 +72,13 @@ class VGC:
     max_bytes_per_step: int | None = None
     momentum: float = 0.0
 
-    needs_moments: ClassVar[bool] = True
     needs_room: ClassVar[bool] = True
     holds_back: ClassVar[bool] = True
+
+    @property
+    def needs_moments(self) -> bool:
+        """Not where the variance counts for nothing."""
+        return self.alpha > 0
 
     def __post_init__(self) -> None:
         for name in ("alpha", "zeta", "tau", "floor", "density"):
@@ -160,6 +164,8 @@ class VGC:
         """Steps 2 and 3, and the words of step 4. The layout may be of several workers, a chunk each."""
         if self.momentum:
             grad = quicken(state.velocity, grad, self.momentum, context)
+        if not moment.numel():
+            moment = torch.zeros_like(grad)  # a simulation has none where none is needed
         inputs = (grad, moment, state.residual, state.variance, context.active)
         kernel = kernels.select(grad.device)
         chosen = kernel.encode(*inputs, layout, self.rule_in(context), capacity, context.step, chunk)
