@@ -50,7 +50,8 @@ class VGC:
     wire: "compact", or "words", the paper's 32 bits an element; the same elements either way.
     density (ours): of every tensor of n elements about max(1, floor(density n)) are to pass, those whose score
     s = r^2 - alpha v > floor^2 is largest: where s is at least a limit, which a histogram of this step's scores gives
-    (kernels/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k.
+    (kernels/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k
+    in four bits, and no second moments are made for it.
     max_bytes_per_step (ours): the density that fits: what a worker hands to the collectives in a step, heads included,
     is at most that, and nearly that if enough scores are positive. Nothing but a change of the method is sent densely.
     momentum (ours), m: u = m u + g goes into r in the place of g, and u = r = v = 0 where an element is sent. A
