@@ -31,7 +31,7 @@ MOST = 7  # lines of a panel beside Dense
 SHADES = {
     "dense": ("#000000",),
     "vgc": ("#0b2f7a", "#2f7de1", "#6c8fd0"),
-    "vgc density": ("#0d6b70", "#1fb0c4", "#5fb39b", "#00838f", "#8fd3de"),
+    "vgc density": ("#0d6b70", "#1fb0c4", "#5fb39b", "#00838f", "#8fd3de", "#3d5a5c", "#7fdcb0"),
     "vgc tau": ("#5b1a8b", "#a05fe0", "#c78be0"),
     "vgc feedback": ("#0a5c36", "#2ba36a", "#8cbf3f"),
     "vgc density momentum": ("#b3005e", "#f0509b", "#ff9ec9"),
