@@ -226,6 +226,7 @@ def setup(results: Results) -> str:
         f"{plan.workers} workers x {plan.batch or defaults.batch}",
         f"{plan.epochs} epochs",
         f"weight decay {decay:g}",
+        *([f"gradients clipped to a norm of {plan.clip:g}"] if plan.clip else []),
         "crops and flips" if plan.augment else "no augmentation",
         f"{plan.precision} autocast" if plan.precision != "float32" else "float32",
     ]

@@ -17,7 +17,7 @@ from gradwire.experiment.grid import Run
 from gradwire.experiment.results import read
 from gradwire.experiment.runner import Runner
 from gradwire.experiment.spec import Experiment, from_table, open_task
-from gradwire.experiment.virtual import Row
+from gradwire.experiment.virtual import Row, Virtual
 
 TABLE: dict[str, Any] = {
     "task": "digits",
@@ -61,6 +61,20 @@ def runner(folder: Path, experiment: Experiment | None = None, **options: Any) -
 
 def figures(path: Path) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key not in PLACES} for row in read(path)]
+
+
+def test_a_clipped_step_is_as_long_as_the_bound() -> None:
+    change = {"optimizers": ["plain"], "learning_rate": {"plain": 2.0}, "weight_decay": 0.0, "steps_per_epoch": 1}
+    lengths = []
+    for clip in (0.0, 0.01):
+        experiment = from_table(TABLE | change | {"clip": clip})
+        virtual = Virtual(experiment, experiment.runs[0], open_task(experiment, None), torch.device("cpu"))
+        before = torch.nn.utils.parameters_to_vector(virtual.model.parameters()).detach()
+        virtual.epoch()
+        after = torch.nn.utils.parameters_to_vector(virtual.model.parameters()).detach()
+        lengths.append(float((after - before).norm()))
+    assert lengths[0] > 0.5
+    assert lengths[1] == pytest.approx(0.02, rel=1e-3)
 
 
 def test_rows_layers_and_where_they_come_from(tmp_path: Path) -> None:

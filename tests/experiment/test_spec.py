@@ -105,6 +105,8 @@ def test_the_same_schedule_in_fewer_epochs() -> None:
         ({"workers": 0}, "workers must be 1 or more"),
         ({"seeds": [0.5]}, "seeds must be a list"),
         ({"fronts": [-1]}, "fronts must be 0 or more"),
+        ({"clip": -1}, "clip must be 0 or more"),
+        ({"clip": "1"}, "clip must not be '1'"),
         ({"precision": "fp4"}, "precision must be one of"),
         ({"schedule": {"kind": "halving"}}, r"\[schedule.sgd\]"),
         ({"schedule": {"sgd": {"kind": "halving"}}}, "times"),

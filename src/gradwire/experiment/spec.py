@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Experiment:
     fronts: tuple[float, ...] = (0.0,)  # for methods with a density
     learning_rate: Mapping[str, float] = field(default_factory=dict)  # by optimizer
     weight_decay: float | None = None
+    clip: float = 0.0  # the largest norm of a mean gradient; 0: any
     schedule: Mapping[str, Course] = field(default_factory=dict)  # by optimizer; a constant learning rate otherwise
     precision: str = "float32"
     augment: bool = False
@@ -57,6 +59,8 @@ class Experiment:
         for name, number in numbers.items():
             if number < 1:
                 raise InputError(f"{name} must be 1 or more, not {number}")
+        if not 0 <= self.clip < math.inf:
+            raise InputError(f"clip must be 0 or more, not {self.clip}")
         if not self.optimizers:
             raise InputError("optimizers must name at least one")
         if self.precision not in PRECISIONS:
@@ -123,7 +127,7 @@ LISTS: dict[str, type | tuple[type, ...]] = {
 SCALARS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("task", "about", "precision"), str),
     **dict.fromkeys(("epochs", "workers", "batch", "steps_per_epoch"), int),
-    "weight_decay": NUMBER,
+    **dict.fromkeys(("weight_decay", "clip"), NUMBER),
     "augment": bool,
 }
 

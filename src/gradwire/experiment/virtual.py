@@ -89,6 +89,8 @@ class Virtual:
         rows = (self.experiment.workers, self.batch)
         batch = [tensor.view(*rows, *tensor.shape[1:]) for tensor in (inputs, targets)]
         losses = self.simulation.backward(*batch)
+        if self.experiment.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.clip)
         self.optimizer.step()
         return losses.mean()
 
