@@ -44,7 +44,7 @@ KINDS = {"vgc": {"tau", "feedback", "floor", "rounding", "density", "momentum"},
 DASHES = ("-", "--", "-.", ":")
 FILLS = dict(zip(DASHES, ("full", "none", "left", "bottom"), strict=True))  # what a dash is to a point
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
-BEST, BEST_DASH = "dense at its best", (0, (1, 1.5))  # with or without momentum: what all are compared with
+BEST = "dense at its best"  # with or without momentum: what all are compared with
 TICKS = {1: (10, 30, 50, 60, 70, 75, 80, 84, 86, 88, 90, 92, 94, 96, 98), -1: (1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)}
 
 
@@ -192,12 +192,14 @@ def finite(values: Iterable[float]) -> list[float]:
     return [value if math.isfinite(value) else math.nan for value in values]
 
 
-def draw_line(axes: Axes, setting: Setting, style: Style, values: Callable[[History], list[float]]) -> None:
+def draw_line(
+    axes: Axes, setting: Setting, style: Style, values: Callable[[History], list[float]], name: str = ""
+) -> None:
     """The median over the seeds; a band from the lowest to the highest where there are several."""
     of_seeds = list(zip(*(values(history) for history in setting.histories), strict=True))
     epochs = range(1, len(of_seeds) + 1)
     low, middle, high = (finite(map(take, of_seeds)) for take in (min, median, max))
-    axes.plot(epochs, middle, style.dash, label=setting.name, linewidth=1.4, color=style.color)
+    axes.plot(epochs, middle, style.dash, label=name or setting.name, linewidth=1.4, color=style.color)
     if len(setting.histories) > 1:
         axes.fill_between(epochs, low, high, color=style.color, alpha=0.15)
 
@@ -209,8 +211,7 @@ def draw_scores(study: Study, looks: dict[str, Style]) -> Figure:
         for setting in group:
             draw_line(axes, setting, looks[setting.variant], lambda history: history.scores)
         if study.dense and study.dense not in group:
-            scores = [median(of_seeds) for of_seeds in zip(*(h.scores for h in study.dense.histories), strict=True)]
-            axes.plot(range(1, len(scores) + 1), scores, color="black", linestyle=BEST_DASH, label=BEST)
+            draw_line(axes, study.dense, Style("#000000", ":", "o"), lambda history: history.scores, BEST)
         up_is_better(axes, study.score)
         axes.set_xlabel("epoch")
         beside(axes)
@@ -242,7 +243,7 @@ def draw_bytes(results: Results, looks: dict[str, Style]) -> Figure:
                 look: dict[str, Any] = {"fmt": style.marker, "color": style.color, "label": setting.variant}
                 axes.errorbar([setting.n_bytes], [score], yerr=spread, fillstyle=FILLS[style.dash], **look)
         if study.dense:
-            axes.axhline(study.dense.score, color="black", linestyle=BEST_DASH, linewidth=1, label=BEST)
+            axes.axhline(study.dense.score, color="#000000", linestyle=":", linewidth=1, label=BEST)
         axes.set_xscale("log")
         axes.set(xlabel="bytes a step, as sent by one worker", title=f"{results.name}, {study.optimizer}")
         up_is_better(axes, study.score)

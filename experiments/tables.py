@@ -152,10 +152,10 @@ def _outdone(compared: list[tuple[Results, Study]]) -> str:
 def _ahead(study: Study) -> list[str]:
     """Each by how much. Where no VGC sends as little there is nothing to compare."""
     score, names = study.score, []
-    for one in study.best:
-        ours = [vgc for vgc in study.best if vgc.kind == "vgc" and vgc.n_bytes <= SAME * one.n_bytes]
-        best = _first(study, ours)
-        if best and one.kind not in ("vgc", "dense") and (apart := score.sign * (one.score - best.score)) > 0:
+    ours = [setting for setting in study.best if setting.kind == "vgc"]
+    for one in (setting for setting in study.best if setting.kind not in ("vgc", "dense")):
+        best = _first(study, [vgc for vgc in ours if vgc.n_bytes <= SAME * one.n_bytes])
+        if best and (apart := score.sign * (one.score - best.score)) > 0:
             names.append(f"`{one.name}` by {apart:.{score.digits}f} {score.points}")
     return names
 
