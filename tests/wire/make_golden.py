@@ -1,8 +1,8 @@
 """Writes the golden files: `python tests/wire/make_golden.py`. Only for a new version of the format.
 
 Each case is three files of little-endian words: NAME.elements.bin (places, then codes), NAME.words.bin (format 1) and
-NAME.compact.bin (format 2: K orders, then the body). FORMAT.version2.bin are whole messages, one of each format; those of
-version 1 stay, as what must be refused.
+NAME.compact.bin (format 2: K orders, then the body). FORMAT.version2.bin are whole messages, one of each format; those
+of version 1 stay, as what must be refused.
 """
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ def draw(case: Case) -> tuple[Tensor, Tensor]:
     index = torch.from_numpy(np.concatenate(places).astype(np.int64))
     distance = np.minimum(random.geometric(0.3, len(index)) - 1, 7) * (not case.hybrid)
     return index, torch.from_numpy((distance + 8 * random.integers(0, 2, len(index))).astype(np.int32))
+
+
+def stored(name: str) -> Tensor:
+    """The words of a file."""
+    return torch.from_numpy(np.fromfile(FOLDER / name, "<i4").astype(np.int32))
 
 
 def save(name: str, *parts: Tensor) -> None:
