@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import queue
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class Courier:
         weakref.finalize(self, _stop, self._work, thread, self.group if gloo else None)
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queues `work`, which must handle its own exceptions."""
+        """Queues `work`, which must handle its own exceptions: nobody is told of them here."""
         self._work.put(work)
 
     def gather(self, message: Tensor) -> Flight:
@@ -108,7 +109,10 @@ class Courier:
 
 def _run(work: Work) -> None:
     while (piece := work.get()) is not None:
-        piece()
+        try:
+            piece()
+        except BaseException:
+            traceback.print_exc()  # the others still wait for their turn
         del piece  # or the last one would be kept until the next comes
 
 
