@@ -41,7 +41,11 @@ LONG = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which the processes of xdist take files (--no-loadscope-reorder)."""
+    """A missing GPU is a visible skip. And the order in which xdist's processes take files (--no-loadscope-reorder)."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if hasattr(config, "workerinput"):
         places = {f"test_{name}": place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))

@@ -252,7 +252,7 @@ def _hand(future: Future[Any], error: BaseException) -> None:
     for taken in (error, GradwireError(_in_words(error))):
         if not future.done():
             with contextlib.suppress(BaseException):
-                future.set_exception(taken)  # type: ignore[arg-type]
+                future.set_exception(taken)
 
 
 def _fine() -> None:

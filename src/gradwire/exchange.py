@@ -58,9 +58,10 @@ def begin_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
 
     Gloo has a ring, whose last message comes after W - 1 hops. Small messages go straight to every rank instead, to
     the next one first, so that no two ranks send to the same: as many bytes on every link, and one hop. Of large ones
-    several arrive at a rank at once all the same, and wait for each other longer than on the ring.
+    several arrive at a rank at once all the same, and wait for each other longer than on the ring. A GPU's go over the
+    ring whatever their size: only in collectives does Gloo bring them to the host, a send takes their address for one.
     """
-    if dist.get_backend(group) != "gloo" or own.nbytes > DIRECT_BYTES:
+    if dist.get_backend(group) != "gloo" or own.is_cuda or own.nbytes > DIRECT_BYTES:
         return all_gather(out, own, group=group, async_op=True)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     rows = out.view(world_size, -1)

@@ -219,7 +219,7 @@ def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
     interpreted.ask(interpreting, case)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_on_gpu(case: str) -> None:
     CASES[case]("cuda")

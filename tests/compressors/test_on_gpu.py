@@ -10,7 +10,7 @@ from compressors.test_contract import GATHERED, LAYOUT, check_refusals, gradient
 from gradwire.compressors import MomentumDCT, PowerSGD, Sum, TopK
 from gradwire.ranks import Ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.usefixtures("full_precision")
