@@ -47,10 +47,8 @@ class Outcomes:
     def lines(self) -> list[str]:
         """In the same order every time, and how many there are of each."""
         counts = Counter(outcome for outcome, _ in self._found.values())
-        found = sorted((outcome.upper(), test, why) for test, (outcome, why) in self._found.items())
-        return [" ".join(one).rstrip() for one in found] + [
-            ", ".join(f"{n} {what}" for what, n in sorted(counts.items()))
-        ]
+        found = sorted(f"{outcome.upper()} {test} {why}".rstrip() for test, (outcome, why) in self._found.items())
+        return [*found, ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))]
 
 
 def marked_files() -> list[str]:

@@ -25,12 +25,12 @@ class Stop(BaseException):
     """As SystemExit is, and what Ctrl-C raises: no Exception."""
 
 
-def attached() -> tuple[DistributedDataParallel, Any]:
-    """After some steps, with buckets that the courier takes and small ones that are summed beside them."""
+def attached(small: Small | None) -> tuple[DistributedDataParallel, Any]:
+    """After some steps, a bucket a parameter; small ones may be summed beside those that the courier takes."""
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, Dense())
     list(scenes.train(model, range(2), scenes.sgd(model)))
-    wire._link.use(VGC(alpha=1.0), Small(200, Dense()))
+    wire._link.use(VGC(alpha=1.0), small)
     list(scenes.train(model, range(2, 4), scenes.sgd(model)))
     return model, wire
 
@@ -92,18 +92,21 @@ def broken_future(delivery: Any) -> None:
     link_module.Future = Future  # type: ignore[misc]
 
 
+SMALL = Small(200, Dense())
+CORRUPT = "is corrupt: its checksum does not match"
 FAULTS = {
-    "spoiled": (spoiled_message, "is corrupt: its checksum does not match"),
-    "undo": (broken_undo, "is corrupt: its checksum does not match. What this step had sent could not be taken back"),
-    "stop": (stopped, "Stop: pressed"),
-    "future": (broken_future, "full"),
+    "spoiled": (spoiled_message, SMALL, CORRUPT),
+    "undo": (broken_undo, SMALL, f"{CORRUPT}. What this step had sent could not be taken back"),
+    "stop": (stopped, SMALL, "Stop: pressed"),
+    "future": (broken_future, None, "full"),  # DDP looks at small buckets first, and no further
 }
 
 
 def after(fault: str) -> tuple[list[str], float, bool]:
     """What the step with the fault and the next one say, how long that takes, whether the courier is still there."""
-    model, wire = attached()
-    FAULTS[fault][0](wire._link._delivery)
+    spoil, small, _ = FAULTS[fault]
+    model, wire = attached(small)
+    spoil(wire._link._delivery)
     begin, messages = time.monotonic(), []
     for step in range(2):
         x, y = scenes.batch(step)
@@ -121,7 +124,7 @@ def test_every_rank_hears_of_it_at_once(fault: str) -> None:
     workers = Workers(2, timeout=TIMEOUT)
     try:
         for messages, seconds, alive in workers.run(after, fault):
-            assert FAULTS[fault][1] in messages[0]
+            assert FAULTS[fault][2] in messages[0]
             assert messages[1] != "no error"
             assert seconds < SOON
             assert alive
