@@ -72,12 +72,11 @@ def run(arguments: list[str]) -> int:
     paths = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for the processes that tests start
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-    options = ["--timeout=300"] if importlib.util.find_spec("pytest_timeout") else []
+    options = ["-m", "gpu", "-q", "-o", "addopts=", "--strict-markers", "--continue-on-collection-errors"]
+    if importlib.util.find_spec("pytest_timeout"):  # addopts has options of plugins that may not be there
+        options.append("--timeout=300")
     outcomes = Outcomes()
-    # addopts has options of plugins that may not be there
-    code = pytest.main(
-        ["-m", "gpu", "-q", "-o", "addopts=", "--strict-markers", *options, *arguments, *marked_files()], [outcomes]
-    )
+    code = pytest.main([*options, *arguments, *marked_files()], [outcomes])
     LOG.write_text("\n".join([*head(arguments), *outcomes.lines()]) + "\n", encoding="utf-8")
     print(f"{LOG.relative_to(ROOT)}: {outcomes.lines()[-1]}")
     return int(code)

@@ -60,7 +60,7 @@ torch.cuda.is_available = lambda: True
 gpu.ROOT = Path(sys.argv[1])
 gpu.LOG = gpu.ROOT / "log"
 gpu.head = lambda arguments: ["gradwire " + "a" * 40, "a device"]
-sys.exit(gpu.run(["--continue-on-collection-errors"]))
+sys.exit(gpu.run([]))
 """
 
 
