@@ -124,12 +124,14 @@ def mixed(pair: np.uint64, number: int) -> np.uint64:
 
 
 @compiled
-def checksum(begin: int, end: int, pairs: Array) -> np.uint64:
-    """sum_i mix(x_i + i KEY) of uint64 pairs[begin:end], modulo 2^64, without its own."""
-    total = np.uint64(0)
-    for first, last in ((begin, min(end, OWN)), (max(begin, OWN + 1), end)):
+def checksum(begin: int, end: int, words: Array) -> np.uint64:
+    """sum_i mix(x_i + i KEY) of the pairs begin .. end of words, modulo 2^64, without its own."""
+    total, pairs = np.uint64(0), words[: words.size // 2 * 2].view(np.uint64)
+    for first, last in ((begin, min(end, OWN)), (max(begin, OWN + 1), min(end, pairs.size))):
         for i in range(first, last):
             total += mixed(pairs[i], i)
+    if end > pairs.size:
+        total += mixed(np.uint64(np.uint32(words[words.size - 1])), pairs.size)
     return total
 
 

@@ -267,11 +267,8 @@ def checksum(messages: Tensor) -> Tensor:
 
 def _total(words: Array) -> int:
     """The checksum of one message, modulo 2^64."""
-    n_pairs, odd = divmod(len(words), 2)
-    pairs = words[: 2 * n_pairs].view(np.uint64)
-    parts = shared(equal_parts(n_pairs, torch.get_num_threads()), compiled_decode.checksum, pairs)
-    last = compiled_decode.mixed(np.uint64(words.view(np.uint32)[-1]), n_pairs) if odd else 0
-    return (sum(int(part) for part in parts) + int(last)) % (1 << 64)
+    pairs = equal_parts(-(-len(words) // 2), torch.get_num_threads())
+    return sum(map(int, shared(pairs, compiled_decode.checksum, words))) % (1 << 64)
 
 
 def seal(shape: Shape, step: int, parts: Parts) -> Tensor:

@@ -34,10 +34,9 @@ def checksum_kernel(messages, stride: tl.int64, n_words, total, width: tl.conste
     rank, begin, added = tl.program_id(1), tl.program_id(0) * (width * rounds), tl.zeros((width,), tl.uint64)
     message = messages + rank * stride
     for number in tl.static_range(rounds):
-        first = begin + number * width
-        at = 2 * first + tl.arange(0, 2 * width)
-        low, high = tl.split(tl.reshape(tl.load(message + at, mask=at < n_words, other=0), (width, 2)))
-        pair = first + tl.arange(0, width)
+        pair = begin + number * width + tl.arange(0, width)
+        low = tl.load(message + 2 * pair, mask=2 * pair < n_words, other=0)
+        high = tl.load(message + 2 * pair + 1, mask=2 * pair + 1 < n_words, other=0)
         x = low.to(tl.uint32, bitcast=True).to(tl.uint64) | high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
         counts = (2 * pair < n_words) & (pair != OWN)
         added += tl.where(counts, mixed(x + pair.to(tl.uint64) * KEY), 0)
