@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
 import pytest
@@ -128,6 +130,17 @@ def test_every_rank_has_every_message(spawn, workers, device):
     for rows in spawn(workers, gathered_together, sizes, device):
         for number, (size, found) in enumerate(zip(sizes, rows, strict=True)):
             assert torch.equal(found, (100 * number + torch.arange(workers))[:, None].expand(-1, size))
+
+
+def goes_on():
+    courier, done = courier_of(dist.group.WORLD), threading.Event()
+    courier.submit(lambda: sys.exit("not caught"))
+    courier.submit(done.set)
+    return done.wait(timeout=5)
+
+
+def test_the_courier_outlives_what_it_is_given(spawn):
+    assert spawn(1, goes_on) == [True]
 
 
 def in_a_subgroup():
