@@ -56,6 +56,7 @@ class Recorder:
         estimator: str = "groups",
         exact: bool = True,
         strict: bool = False,
+        same_samples: bool = True,
     ) -> None:
         if estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, but is {estimator!r}")
@@ -65,11 +66,12 @@ class Recorder:
         check_batch_dim(batch_dim, modules)
         self._refuse_second(modules)
         self.batch_dim, self.estimator, self.exact, self.strict = batch_dim, estimator, exact, strict
+        self.same_samples = same_samples  # of passes in one backward with as many of them
         self.root_axis = root_axis_of(batch_dim, root)
         self.batch: int | None = None
         self.tokens: int | None = None
         self.current = Pass(0, None)
-        self.step, self._differentiable = 0, 0
+        self.step, self._backwards = 0, 0
         self.paused: frozenset[str] = (
             frozenset()
         )  # parameters whose signed gradient is being taken, in a nested backward
@@ -172,8 +174,13 @@ class Recorder:
         return self.current.number
 
     def begin_step(self, step: int) -> None:
-        """The adapter's step counter: signs follow from (step, n-th pass in it), so that a resumed run agrees."""
-        self.step, self._differentiable = step, 0
+        """The adapter's step counter: signs follow from (step, n-th backward in it), so that a resumed run agrees."""
+        self.step, self._backwards = step, 0
+
+    @property
+    def seed(self) -> int:
+        """Of the random signs in the backward now running."""
+        return seed_of(self.step, self._backwards)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = batch_size((args, kwargs), self.root_axis)
@@ -186,16 +193,14 @@ class Recorder:
             self.begin(batch, tokens)
 
     def begin(self, batch: int | None, tokens: int | None = None) -> None:
-        """A forward pass begins: its samples are others than those of the passes before."""
+        """A forward pass begins."""
         self.batch, self.tokens = batch, tokens
-        seed = seed_of(self.step, self._differentiable)
-        self.current = Pass(self.passes + 1, batch, tokens, seed)
+        self.current = Pass(self.passes + 1, batch, tokens)
         self.clock = clock_of(self.passes, batch)
         if self.ran_backward:
             self._open.clear()
             self.ran_backward = False
         if torch.is_grad_enabled():
-            self._differentiable += 1
             self._open.append(self.current)
         if self._tasks and current_task() == -1:  # a backward raised: its callback never came
             for task in list(self._tasks):
@@ -217,7 +222,8 @@ class Recorder:
     def open_samples(self) -> int | None:
         """How many samples the backward now running has, as far as can be told."""
         batches = [passed.batch for passed in self._reached.values() or self._open]
-        return None if not batches or None in batches else sum(batch for batch in batches if batch is not None)
+        known = [batch for batch in batches if batch is not None]
+        return None if len(known) < max(1, len(batches)) else sum(set(known) if self.same_samples else known)
 
     def now(self) -> Pass:
         """The pass of a layer called now; a reentrant checkpoint calls it from inside backward."""
@@ -234,6 +240,7 @@ class Recorder:
         """Has what this backward stages dropped at its end: unless a gradient arrived, it did not count."""
         task = current_task()
         if task != -1 and task not in self._tasks:
+            self._backwards += not self._tasks  # one inside another is a part of it
             self._tasks.add(task)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._leave_task(task))

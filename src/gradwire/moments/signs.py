@@ -45,7 +45,8 @@ def stage_signed(
     ledgers = [ledger for ledger in tap.signed.values() if ledger.param.requires_grad]
     recorder.enter_task()
     try:
-        flipped = [flip(site, axis, g) for axis, g in zip(axes, gradients, strict=True) if g is not None]
+        seed = recorder.seed
+        flipped = [flip(seed, site, axis, g) for axis, g in zip(axes, gradients, strict=True) if g is not None]
     except Doubt as doubt:
         for ledger in ledgers:
             ledger.doubt(f"signs need a sample axis in the output: {doubt}")
@@ -67,14 +68,14 @@ def stage_signed(
 
 @lru_cache(maxsize=64)
 def drawn(seed: int, batch: int) -> Tensor:
-    """A random sign a sample, the same for all modules in one pass, and the same when training is resumed."""
+    """A random sign a sample, the same for all modules and passes of a backward, and when training is resumed."""
     return torch.randint(0, 2, (batch,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-def flip(site: Site, axis: int | None, gradient: Tensor) -> Tensor:
+def flip(seed: int, site: Site, axis: int | None, gradient: Tensor) -> Tensor:
     """The gradient of an output, each sample's times its sign."""
     moved = replace(site, axis=axis).samples_first(gradient.detach())
-    signs = drawn(site.seed, moved.shape[0]).to(moved)
+    signs = drawn(seed, moved.shape[0]).to(moved)
     assert axis is not None
     return (moved * signs.view(-1, *[1] * (moved.ndim - 1))).movedim(0, axis)
 

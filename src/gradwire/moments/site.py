@@ -32,12 +32,11 @@ class Mismatch(Doubt):
 
 
 class Pass(NamedTuple):
-    """One forward pass of the root; tokens: T where it was called on token ids [B, T]; seed: of its random signs."""
+    """One forward pass of the root; tokens: T where it was called on token ids [B, T]."""
 
     number: int
     batch: int | None
     tokens: int | None = None
-    seed: int = 0
     doubt: str | None = None
 
 
@@ -53,7 +52,6 @@ class Site:
     compiled: bool = False
     doubt: str | None = None
     recomputed: bool = False  # by a reentrant checkpoint, inside backward
-    seed: int = 0
 
     def samples_first(self, tensor: Tensor, features: int = 0) -> Tensor:
         """[.., B, .., *features] -> [B, .., *features]; doubts when that axis is not B long."""

@@ -72,7 +72,7 @@ class Tap:
         training = self.module is not None and self.module.training
         recomputed = current_task() != -1
         wanted = self.wanted() if wanted is None else wanted
-        return Site(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed, now.seed)
+        return Site(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed)
 
     def stage(
         self,

@@ -245,8 +245,15 @@ class Rows(Use):
 
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Rows))]
-        owner, ids, values = (torch.cat([getattr(use, name) for use in uses]) for name in ("owner", "ids", "values"))
-        return Rows(owner, ids, values, self.samples, self.rows)
+        regular = all(use.regular for use in uses) and self.samples > 0
+
+        def joined(name: str) -> Tensor:
+            parts = [getattr(use, name) for use in uses]
+            if not regular:
+                return torch.cat(parts)
+            return torch.cat([part.unflatten(0, (self.samples, -1)) for part in parts], 1).flatten(0, 1)
+
+        return Rows(joined("owner"), joined("ids"), joined("values"), self.samples, self.rows, regular)
 
 
 @dataclass
