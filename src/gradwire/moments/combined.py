@@ -53,6 +53,9 @@ class Slice(Use):
     def accumulate(self, out: Tensor) -> None:
         self.inner.accumulate(out[self.start : self.start + self.length])
 
+    def folded(self, outer: int, samples: int, inner: int) -> Slice:
+        return Slice(self.inner.folded(outer, samples, inner), self.start, self.length, self.shape)
+
     def join(self, others: Sequence[Use]) -> Use | None:
         """Uses of the same rows become one; uses of disjoint rows have no cross terms."""
         groups: dict[tuple[int, int], list[Use]] = {}
