@@ -31,8 +31,8 @@ from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, transformed, 
 
 if TYPE_CHECKING:
     from gradwire.moments.capturing import Capturing
+    from gradwire.moments.fake_forward import Forward
     from gradwire.moments.graphed import Graphed
-    from gradwire.moments.symbolic_forward import Forward
 
 _keys = itertools.count(1)
 REMEMBERED = 64  # passes that may still be differentiated: validation without no_grad brings any number

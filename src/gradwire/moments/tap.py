@@ -240,6 +240,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return type(self).forward(self, *args, **kwargs)
     # torch.func.functional_call puts other tensors in the parameters' places: not ours to record.
     own = all(self._parameters.get(name) is ledger.here for name, ledger in tap.ledgers.items())
+    own = own or tap.recorder.following is not None
     if own and tap.layer is not None and tap.wanted():
         result = (tap.layer.forward or plain_forward)(self, tap, *args, **kwargs)
     else:
