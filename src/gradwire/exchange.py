@@ -26,8 +26,8 @@ Work = queue.SimpleQueue[Callable[[], None] | None]
 
 DIRECT_BYTES = 8 << 10  # of a message: what is larger goes over Gloo's ring
 ALONE = (
-    "rank {} waited {:.0f} s in vain for the other ranks to agree on {}: the likely reason is that not all ranks call "
-    "gradwire.attach (or wire.compressor = ..., detach, load_state_dict, gradwire.load) in the same order"
+    "rank {} waited {:.0f} s for the others in gradwire.attach (or wire.compressor = ..., detach, load_state_dict): "
+    "the likely reason is that not all ranks call it, in the same order, or that one has ended ({})"
 )
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
 
@@ -160,9 +160,9 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], device: torch.devi
     began = time.monotonic()
     try:
         all_gather(received, sent, group=group)
+        rows = received.view(world_size, len(facts), -1).cpu()
     except RuntimeError as error:
-        raise GradwireError(ALONE.format(dist.get_rank(group), time.monotonic() - began, ", ".join(facts))) from error
-    rows = received.view(world_size, len(facts), -1).cpu()
+        raise GradwireError(ALONE.format(dist.get_rank(group), time.monotonic() - began, error)) from error
     for number, key in enumerate(facts):
         column = [bytes(row.tolist()) for row in rows[:, number]]
         if len(set(column)) > 1:

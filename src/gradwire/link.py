@@ -20,7 +20,7 @@ from gradwire.capacity import Capacity, Plan
 from gradwire.compressors.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
 from gradwire.compressors.dense import Dense
 from gradwire.delivery import Delivery
-from gradwire.errors import SECOND_BACKWARD, GradwireError
+from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
 from gradwire.exchange import agree, courier_of
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
@@ -183,12 +183,16 @@ class Link:
         self.budget.restore(older.budget.step_ns)
 
     def end(self) -> None:
-        """Another link has this one's net: what still comes here is refused, and the modules are as they were."""
+        """Another link has this one's net: the modules are as they were, and the model around them trains no more."""
+        if self.over:
+            return
         self.attached, self.over = False, True
         self.on_step.clear()
         self.clock = self.between_steps = None
-        if self.plain is not None and self._root() is not None:
-            self.hook_up()  # plain DDP would go on without a word
+        root = self._root()
+        if root is not None:
+            self.hook_up()
+            root.register_forward_pre_hook(_refuse)  # a backward that raises would leave DDP's reducer in the middle
         self._stop_recording()
         self.unused.watch({})
         if self._delivery is not None and not self._step.done:
@@ -337,3 +341,8 @@ class Link:
     def _bind(self, name: str, destination: Tensor) -> None:
         if self.recorder is not None:
             self.recorder.bind(name, destination)
+
+
+def _refuse(model: nn.Module, args: object) -> None:
+    if torch.is_grad_enabled():
+        raise GradwireError(WRAPPED_ANEW)
