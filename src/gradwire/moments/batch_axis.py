@@ -58,6 +58,7 @@ class BatchAxis:
         self.axis = axis  # of the samples in what the model is called on
         self.failure: str | None = "it was not called yet"
         self.input: str | None = None  # the name of the tensor that they are counted in
+        self.positions: frozenset[str] = frozenset()  # embeddings whose ids are the same for all samples, and added
         self._known: dict[Key, set[Where]] = {}
         self._followed: set[Any] = set()
         self._missing = False
@@ -79,10 +80,11 @@ class BatchAxis:
         self._followed.add(kind if kind not in self._followed else (kind, len(self._followed)))
         self._missing = False
         try:
-            notes = follow(recorder, root, args, kwargs, self.axis)
+            notes, positions = follow(recorder, root, args, kwargs, self.axis)
         except CannotFollow as error:
             self.give_up(str(error))
             return
+        self.positions = positions if not self._known else self.positions & positions
         self.failure = None
         for key, where in notes:
             self._known.setdefault(key, set()).add(where)
