@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -228,6 +229,17 @@ class Delivery:
                     )
         for future in step.futures:
             _hand(future, error)
+
+    def abandon(self, step: Step) -> None:
+        """Takes back a step that nobody will finish, after what of it is on its way."""
+        taken_back = threading.Event()
+
+        def fail() -> None:
+            self._fail(step, GradwireError("this step was given up: its net was wrapped and attached anew"))
+            taken_back.set()
+
+        self._courier.submit(fail)
+        taken_back.wait()
 
     @contextlib.contextmanager
     def _on_stream(self, parcel: Parcel) -> Iterator[None]:

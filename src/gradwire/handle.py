@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradwire import checkpoint
-from gradwire.compressors import BF16, VGC, Compressor, Dense, from_spec
-from gradwire.compressors.base import checked
+from gradwire.compressors import BF16, VGC, Compressor, Dense, compressor_of
 from gradwire.ddp import attach_link
 from gradwire.errors import GradwireError
 from gradwire.link import Link
@@ -35,28 +34,36 @@ def attach(
     batch_dim: BatchDim = 0,
     estimator: str = "groups",
     exact: bool = True,
+    same_samples: bool = True,
 ) -> Wire:
     """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
 
-    compressor: such as VGC(alpha=1.5), or "auto": measures the link and the steps, chooses among Dense and `methods`
-    (BF16 and VGC if nothing is said; also by their specs, "vgc:alpha=1"), says why, and anew when the link changes.
+    A net that was attached before and is wrapped anew goes on with what was held back; its older wire ends.
+
+    compressor: such as VGC(alpha=1.5) or its spec, "vgc:alpha=1.5"; or "auto": measures the link and the steps,
+    chooses among Dense and `methods` (BF16 and VGC if nothing is said), says why, and anew when the link changes.
     scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
     strict: refuse parameters whose second moment can only be estimated.
-    batch_dim: the sample axis, or {module name: axis} where a part of the model has another one, None where it has
-    none, "positions" for an Embedding of positions that is called with ids [T].
+    batch_dim: the axis of the samples in what the model is called on; from there they are followed through its layers
+    (`wire.coverage()` says where that failed). {module name: axis} says it of a layer, None that it has none,
+    "positions" of an Embedding that its ids are added to every sample alike.
     estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
+    same_samples: forward passes of one backward with as many samples are of the same ones (a Siamese net's two), or of
+    pairs; False: every pass has samples of its own. Passes of unequal numbers always have.
     """
-    moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
+    moments = {
+        "batch_dim": batch_dim,
+        "estimator": estimator,
+        "exact": exact,
+        "strict": strict,
+        "same_samples": same_samples,
+    }
     if compressor == AUTO:
-        allowed = [_method(one) for one in (methods if methods is not None else (BF16(), VGC()))]
+        allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
         return _piloted(attach_link(model, Dense(), scaler, moments, lazily=True), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
-    return Wire(attach_link(model, checked(compressor), scaler, moments))
-
-
-def _method(given: Compressor | str) -> Compressor:
-    return from_spec(given) if isinstance(given, str) else checked(given)
+    return Wire(attach_link(model, compressor_of(compressor), scaler, moments))
 
 
 def _piloted(link: Link, methods: Sequence[Compressor]) -> Wire:
@@ -86,13 +93,13 @@ class Wire:
         return self._link.compressor
 
     @compressor.setter
-    def compressor(self, compressor: Compressor) -> None:
+    def compressor(self, compressor: Compressor | str) -> None:
         """Changes the method between two steps; the residual and the variance are carried over. Collective."""
-        link = self._live()
+        link, method = self._live(), compressor_of(compressor)
         if self._pilot is not None:
             self._pilot.stop()
             self._pilot = None
-        link.use(compressor)
+        link.use(method)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -113,10 +120,14 @@ class Wire:
         self._link.meter.reset()
 
     def coverage(self) -> list[coverage.Row]:
-        """Prints which parameter has which second moment, and returns the rows."""
+        """Prints where the samples are and which parameter has which second moment, and returns the rows."""
         recorder = self._link.recorder
-        rows = [] if recorder is None else recorder.coverage()
-        print(coverage.table(rows) if rows else f"{self.compressor!r} needs no second moments")
+        if recorder is None:
+            print(f"{self.compressor!r} needs no second moments")
+            return []
+        rows = recorder.coverage()
+        print(recorder.batch_axis.describe(recorder.batch))
+        print(coverage.table(rows))
         return rows
 
     def log_to(self, writer: Writer, every: int = 10, prefix: str = "gradwire") -> None:
@@ -172,5 +183,5 @@ class Wire:
 
     def _live(self) -> Link:
         if not self._link.attached:
-            raise GradwireError("this wire is detached: attach the model again")
+            raise GradwireError("this wire is detached, or a newer one has its net: attach the model again")
         return self._link

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from gradwire import checkpoint, randomness
 from gradwire.branches import Branches
-from gradwire.compressors import Compressor
+from gradwire.compressors import Compressor, compressor_of
 from gradwire.compressors.base import of_slot, powers
 from gradwire.errors import AttachError, CheckpointError
 from gradwire.layout import Layout, in_shape
-from gradwire.moments.registry import BatchDim
+from gradwire.moments.batch_axis import BatchAxis
+from gradwire.moments.registry import BatchDim, root_axis_of
 from gradwire.ranks import Ranks
 from gradwire.replica import Loss, Replica
 from gradwire.stats import Stats
@@ -24,7 +25,7 @@ from gradwire.stats import Stats
 
 def simulate(
     model: nn.Module,
-    compressor: Compressor,
+    compressor: Compressor | str,
     loss: Loss,
     *,
     workers: int,
@@ -35,23 +36,32 @@ def simulate(
     estimator: str = "groups",
     exact: bool = True,
     strict: bool = False,
+    same_samples: bool = True,
 ) -> Simulation:
     """W workers that train `model`, each with its own samples, batch-norm statistics and compressor state.
 
+    compressor: such as VGC(alpha=1.5), or its spec, "vgc:alpha=1.5".
     loss: (module, *batch) -> the loss of one worker; it is called with a copy of the model.
     seed: of the workers' random numbers (dropout), as `gradwire train --seed`.
     capture: the workers' passes as one CUDA graph; None: on a GPU.
     messages: whether every message is written and read back. Without it VGC and Strom are computed for all workers at
     once, and methods whose steps are all alike run as a CUDA graph; the elements are the same, and the length of a
     message is known from its room. None: not on a GPU, where messages would take longer than all the rest.
-    batch_dim, estimator, exact, strict: as of `attach`.
+    batch_dim, estimator, exact, strict, same_samples: as of `attach`.
     """
     if workers < 1:
         raise ValueError(f"simulate: workers must be at least 1, got {workers}")
     if not model.training:
         raise AttachError("simulate wants a model that trains: model.train()")
-    moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
-    return Simulation(model, compressor, loss, workers, seed, capture, messages, moments)
+    moments = {
+        "batch_dim": batch_dim,
+        "estimator": estimator,
+        "exact": exact,
+        "strict": strict,
+        "same_samples": same_samples,
+        "batch_axis": BatchAxis(root_axis_of(batch_dim, model)),  # the same in all copies of the model
+    }
+    return Simulation(model, compressor_of(compressor), loss, workers, seed, capture, messages, moments)
 
 
 class Simulation:
@@ -105,8 +115,9 @@ class Simulation:
         return self.ranks.compressor  # type: ignore[no-any-return]
 
     @compressor.setter
-    def compressor(self, compressor: Compressor) -> None:
+    def compressor(self, given: Compressor | str) -> None:
         """The same method with other options, from the next step on; what is held back stays."""
+        compressor = compressor_of(given)
         if type(compressor) is not type(self.compressor):
             raise TypeError(f"a simulation of {self.compressor!r} goes on with the same method, not {compressor!r}")
         if compressor.needs_moments and not self.moments.numel():

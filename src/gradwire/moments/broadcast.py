@@ -31,7 +31,7 @@ def broadcast(shape: torch.Size, module: Any, gradient: Tensor, saved: tuple[Ten
 def watch_parameter(ledger: Ledger, axis: int | None, recorder: Recorder) -> Tap:
     """Lets per_sample find the ledger of this parameter."""
     expanded = Layer(frozenset({"param"}), {"": functools.partial(broadcast, ledger.param.shape)})
-    tap = Tap(None, expanded, axis, {"param": ledger}, recorder)
+    tap = Tap(None, expanded, axis, {"param": ledger}, recorder, ledger.name)
     WATCHED[id(ledger.param)] = weakref.ref(tap)
     return tap
 
@@ -51,7 +51,8 @@ def per_sample(param: Tensor, x: Tensor, batch_dim: int | None = None) -> Tensor
     """
     found = WATCHED.get(id(param))
     tap = None if found is None else found()
-    if tap is not None and (tap.ledgers["param"].here is not param or transformed()):
+    following = tap is not None and tap.recorder.following is not None
+    if tap is not None and not following and (tap.ledgers["param"].here is not param or transformed()):
         tap = None
     axis = batch_dim if batch_dim is not None else tap.axis if tap is not None else 0
     if axis is None:
