@@ -103,7 +103,11 @@ def with_positions(make: Callable[[frozenset[str]], Forward]) -> Found:
 
 
 def as_long(one: Any, axis: int, batch: int | None) -> bool:
-    return isinstance(one, Tensor) and one.ndim > axis and one.shape[axis] == batch
+    """Whether it has as many entries as there are samples, or one more: offsets of bags with the last one's end."""
+    if not isinstance(one, Tensor) or one.ndim <= axis or batch is None:
+        return False
+    offsets = one.ndim == 1 and not one.is_floating_point() and one.shape[axis] == batch + 1
+    return one.shape[axis] == batch or offsets
 
 
 class Forward:
@@ -125,7 +129,7 @@ class Forward:
         self.recorder, self.axis, self.root, self.given = recorder, axis, root, given
         self.batched, self.training, self.positions = batched, training, positions
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
-        self.batch = 0
+        self.batch, self.samples = 0, recorder.batch or 0
         self.tokens: int | None = None
         self.found: list[tuple[Key, Where]] = []
         self.output: Any = None  # the shapes of what the model puts out
@@ -184,7 +188,7 @@ class Forward:
         if id(tensor) not in self._fakes:
             if id(tensor) in self.batched:
                 shape = list(tensor.shape)
-                shape[self.axis] = self.batch
+                shape[self.axis] += self.batch - self.samples
                 fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             else:
                 fake = self.mode.from_tensor(tensor.detach())
