@@ -12,7 +12,7 @@ import torch
 
 import gradwire
 from gradwire import randomness
-from gradwire.train.files import sha256, sync, write_atomic
+from gradwire.files import sha256, sync, write_atomic
 from gradwire.train.loop import Trainer
 from gradwire.train.run_directory import FORMAT, LATEST, MANIFEST, Checkpoint, checkpoint_path
 from gradwire.train.standing import Standing

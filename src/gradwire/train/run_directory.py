@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradwire.files import sha256, write_atomic
 from gradwire.train.errors import InputError
-from gradwire.train.files import sha256, write_atomic
 
 IDENTITY, LATEST, MANIFEST, LOCK = "run.json", "latest", "manifest.json", ".lock"
 RESULTS = ("metrics.csv", "summary.json")

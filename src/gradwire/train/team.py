@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gradwire.train.errors import InputError
 
@@ -107,16 +108,19 @@ def joined(device_name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Team]:
     if rank != 0:
         warnings.simplefilter("ignore")  # rank 0 warns for all
     timeout = timedelta(seconds=timeout_s)
-    meeting = {"timeout": timeout, "rank": rank, "world_size": world, "store": meeting_store(world, timeout)}
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device, **meeting)
-    else:
-        dist.init_process_group("gloo", **meeting)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timeout,
+        rank=rank,
+        world_size=world,
+        store=meeting_store(world, timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
     yield Team(rank, world, device)
     dist.destroy_process_group()  # not after an error: the others may never come, and the process ends anyway
 
 
-def meeting_store(world: int, timeout: timedelta, environment: Mapping[str, str] = os.environ) -> dist.Store | None:
+def meeting_store(world: int, timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Store | None:
     """Where the workers of this attempt find each other; None: where torchrun's variables say.
 
     torchrun's agent may serve one store for all attempts, with the addresses of workers that have died in it (torch
@@ -125,13 +129,13 @@ def meeting_store(world: int, timeout: timedelta, environment: Mapping[str, str]
     """
     attempt = restarts(environment)
     if STORE in environment:
-        return dist.FileStore(f"{environment[STORE]}/workers-{attempt}", world)
+        return FileStore(f"{environment[STORE]}/workers-{attempt}", world)
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     if environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]:
         port = int(environment["MASTER_PORT"])
-        shared = dist.TCPStore(environment["MASTER_ADDR"], port, world, is_master=False, timeout=timeout)
-        return dist.PrefixStore(f"attempt-{attempt}", shared)
+        shared = TCPStore(environment["MASTER_ADDR"], port, world, is_master=False, timeout=timeout)
+        return PrefixStore(f"attempt-{attempt}", shared)
     if int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise InputError(
             "torchrun would not survive a restart: its store keeps the addresses of workers that have died. On every "
