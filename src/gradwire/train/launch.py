@@ -91,8 +91,11 @@ def explain(failures: dict[int, ProcessFailure]) -> str:
     if not isinstance(message, dict):
         remedy = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
         return f"worker {rank} died: {message}{remedy}"
-    stack = message["extraInfo"]["py_callstack"].rstrip().splitlines()[-TRACEBACK_LINES:]
-    return f"worker {rank} failed: {message['message']}\n" + "\n".join(f"    {line}" for line in stack)
+    text, stack = message["message"], message["extraInfo"]["py_callstack"].rstrip()
+    if stack == text:  # what the user can mend: there is nothing to trace
+        return text
+    lines = (f"    {line}" for line in stack.splitlines()[-TRACEBACK_LINES:])
+    return f"worker {rank} failed: {text}\n" + "\n".join(lines)
 
 
 def when(failure: ProcessFailure) -> float:
