@@ -187,13 +187,13 @@ def test_no_flipped_bit_of_any_file_is_loaded(spawn, tmp_path):
         (lambda folder: (folder / ".metadata").unlink(), "no checkpoint"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.seal"),
         (lambda folder: (folder / "more").write_text(""), "more is no part of it"),
-        (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json cannot be read"),
-        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json holds no JSON object"),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged (no JSON"),
         (
             lambda folder: (folder / "manifest.json").write_text('{"format": 1}'),
             "manifest.json is not what was written",
         ),
-        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json cannot be read"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "manifest.json is damaged"),
     ],
 )
 def test_a_checkpoint_with_other_files_than_its_own_is_refused(spawn, tmp_path, change, text):

@@ -54,9 +54,9 @@ def read(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {folder} is damaged: {NAME} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {folder} is damaged: {NAME} cannot be read ({error})") from error
+        raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged ({error})") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"checkpoint {folder} is damaged: {NAME} holds no JSON object")
+        raise CheckpointError(f"checkpoint {folder}: {NAME} is damaged (no JSON object)")
     if content.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {folder}: {NAME} has format {content.get('format')!r}, this version reads {FORMAT}"

@@ -111,6 +111,8 @@ def test_changes_come_when_they_are_due():
         (["--change", "-1s:10", "--", "true"], "--change -1s:10: give seconds and a rate"),
         (["--change", "1s:0", "--", "true"], "a rate of 0 is not possible"),
         (["--hosts", "0", "--", "true"], "0 hosts"),
+        (["--hosts", "0", "--loopback", "--", "true"], "0 hosts: from 1 to 250 are possible"),
+        (["--hosts", "0", "--rate", "10,20", "--", "true"], "0 hosts: from 1 to 250 are possible"),
         (["--rate", "10"], "no command"),
         (["--", "no-such-command"], "there is no command 'no-such-command'"),
         (["--loopback", "--rate", "0.1", "--", "true"], "a rate of 0.1 is not possible"),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.lab.rates import Rate
 from gradwire.train.errors import InputError
@@ -39,6 +42,20 @@ class Loopback:
     def address(self, host: int) -> str:
         """Everybody's."""
         return "127.0.0.1"
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[dict[str, str]]:
+        """Where torch's processes meet, in its variables: a store of ours on the loopback.
+
+        torch's own, which rank 0 would open, listens on every interface. Told that an agent has one, none is opened.
+        """
+        server = socket.create_server((self.address(0), 0))
+        port = server.getsockname()[1]
+        store = TCPStore(
+            self.address(0), port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        yield {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        del store
 
     def set_rate(self, host: int, rate: Rate) -> None:
         """Nothing is shaped here."""

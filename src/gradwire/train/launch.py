@@ -91,7 +91,7 @@ def explain(failures: dict[int, ProcessFailure]) -> str:
     if not isinstance(message, dict):
         remedy = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
         return f"worker {rank} died: {message}{remedy}"
-    text, stack = message["message"], message["extraInfo"]["py_callstack"].rstrip()
+    text, stack = str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip()
     if stack == text:  # what the user can mend: there is nothing to trace
         return text
     lines = (f"    {line}" for line in stack.splitlines()[-TRACEBACK_LINES:])

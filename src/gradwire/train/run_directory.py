@@ -59,9 +59,9 @@ def inspect(
     if is_locked(out):
         raise InputError(f"another run is writing to {out}: wait for it, or choose another --out")
     if not (out / IDENTITY).exists():
+        refuse_foreign_files(out)
         if resume and not restarted:
             raise InputError(f"--resume: there is no run in {out}. Give its --out, or leave --resume out to begin one")
-        refuse_foreign_files(out)
         return None
     if overwrite and not restarted:
         return None
@@ -107,8 +107,8 @@ def find_latest(out: Path) -> Checkpoint | None:
     if not pointer.exists():
         if saved := sorted(path.name for path in pointer.parent.glob("epoch-*[0-9]")):
             raise DamagedRunError(
-                f"{pointer} is missing, though {', '.join(saved)} was saved: write the name of the newest that is whole "
-                f"into it (`echo {saved[-1]} > {pointer}`). {REMEDY}"
+                f"{pointer} is missing, though {', '.join(saved)} was saved: write the name of the newest that is "
+                f"whole into it (`echo {saved[-1]} > {pointer}`). {REMEDY}"
             )
         return None
     try:
