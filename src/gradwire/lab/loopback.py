@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.lab.namespaces import exit_on_signals
 from gradwire.lab.rates import Rate
 from gradwire.train.errors import InputError
 
@@ -27,6 +28,7 @@ class Loopback:
             raise InputError(f"{hosts} hosts: at least 1")
         self._hosts = hosts
         self._processes: list[subprocess.Popen[Any]] = []
+        self._restore = exit_on_signals()
 
     def __len__(self) -> int:
         return self._hosts
@@ -75,3 +77,4 @@ class Loopback:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._restore.close()

@@ -70,7 +70,7 @@ class Lab:
         self._processes: list[subprocess.Popen[Any]] = []
         everything = [*self.names, self.bridge]
         leftovers.in_use.update(everything)
-        self._restore = _exit_on_signals()
+        self._restore = exit_on_signals()
         self._end = weakref.finalize(self, _end, everything, self._processes, os.getpid())
         try:
             self._build()
@@ -185,7 +185,7 @@ def _kill(names: list[str], processes: list[subprocess.Popen[Any]]) -> None:
         process.wait()
 
 
-def _exit_on_signals() -> contextlib.ExitStack:
+def exit_on_signals() -> contextlib.ExitStack:
     """Make SIGTERM and SIGHUP an exit like any other, that cleans up, until the stack is closed.
 
     Not where the program has a handler of its own, and not outside the main thread, where Python allows none.
