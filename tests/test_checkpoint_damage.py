@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import gradwire
 import scenes
-from gradwire import VGC, manifest
+from gradwire import VGC, Dense, manifest
 from gradwire.errors import CheckpointError
 
 
@@ -211,12 +211,20 @@ def test_a_checkpoint_of_before_there_were_digests_is_sealed_by_who_trusts_it(sp
     assert spawn(2, load_from, tmp_path / "wire") == ["no error", "no error"]
 
 
-def save_into(directory):
+def save_into(directory, compressor=VGC(alpha=2.0)):
     try:
-        scenes.train_and_save(directory, 3)
+        model = scenes.ddp(scenes.net())
+        wire = gradwire.attach(model, compressor)
+        list(scenes.train(model, range(3), scenes.sgd(model)))
+        gradwire.save(wire, directory)
     except CheckpointError as error:
         return str(error)
     return "no error"
+
+
+def test_ranks_that_hold_nothing_are_saved_too(spawn, tmp_path):
+    assert spawn(3, save_into, tmp_path / "wire", Dense()) == ["no error"] * 3
+    assert spawn(2, load_from, tmp_path / "wire") == ["no error"] * 2
 
 
 def test_a_checkpoint_has_a_folder_of_its_own_and_leaves_nothing_of_the_one_before(spawn, tmp_path):

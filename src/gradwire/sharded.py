@@ -145,9 +145,9 @@ def _file(rank: int) -> str:
 
 
 def _entry(path: Path) -> bytes:
-    """A file's line of the manifest, of one length on all ranks; nothing was written by a rank that holds nothing."""
+    """A file's line of the manifest, of one length on all ranks; a rank that holds nothing may have written none."""
     if not path.is_file():
-        return bytes(ENTRY.size)
+        return ENTRY.pack(-1, bytes(32))
     found = manifest.entry(path)
     return ENTRY.pack(found["bytes"], bytes.fromhex(found["sha256"]))
 
@@ -165,7 +165,7 @@ def _seal(folder: Path, entries: list[bytes]) -> None:
     files = {INDEX: manifest.entry(folder / INDEX)}
     for rank, packed in enumerate(entries):
         n_bytes, digest = ENTRY.unpack(packed)
-        if n_bytes:
+        if n_bytes >= 0:
             files[_file(rank)] = {"bytes": n_bytes, "sha256": digest.hex()}
     manifest.write(folder, files)
 
