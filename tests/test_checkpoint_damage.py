@@ -211,7 +211,7 @@ def test_a_checkpoint_of_before_there_were_digests_is_sealed_by_who_trusts_it(sp
     assert spawn(2, load_from, tmp_path / "wire") == ["no error", "no error"]
 
 
-def save_into(directory, compressor=VGC(alpha=2.0)):
+def save_into(directory, compressor):
     try:
         model = scenes.ddp(scenes.net())
         wire = gradwire.attach(model, compressor)
@@ -228,12 +228,12 @@ def test_ranks_that_hold_nothing_are_saved_too(spawn, tmp_path):
 
 
 def test_a_checkpoint_has_a_folder_of_its_own_and_leaves_nothing_of_the_one_before(spawn, tmp_path):
-    assert spawn(3, save_into, tmp_path / "wire") == ["no error"] * 3
-    assert spawn(2, save_into, tmp_path / "wire") == ["no error"] * 2
+    assert spawn(3, save_into, tmp_path / "wire", VGC(alpha=2.0)) == ["no error"] * 3
+    assert spawn(2, save_into, tmp_path / "wire", VGC(alpha=2.0)) == ["no error"] * 2
     assert not (tmp_path / "wire" / "__2_0.distcp").exists()
     assert spawn(2, load_from, tmp_path / "wire") == ["no error"] * 2
     (tmp_path / "wire" / "model.pt").write_text("")
-    messages = spawn(2, save_into, tmp_path / "wire")
+    messages = spawn(2, save_into, tmp_path / "wire", VGC(alpha=2.0))
     assert "holds model.pt" in messages[0]
     assert "another rank" in messages[1]
     assert (tmp_path / "wire" / ".metadata").exists()  # nothing was removed
