@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 
-STEPS, SAVE_EVERY, BATCH, FEATURES, CLASSES = 600, 20, 32, 64, 10
+STEPS, SAVE_EVERY, BATCH, FEATURES, CLASSES = 400, 20, 32, 64, 10
 
 
 def main(folder: Path) -> None:

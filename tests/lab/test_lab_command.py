@@ -147,6 +147,14 @@ def test_the_loopback_runs_the_same_processes(capfd, monkeypatch):
     assert "something is wrong" in said
 
 
+def test_what_the_user_of_a_command_can_mend_is_one_line():
+    gradwire = [sys.executable, "-m", "gradwire", "train", "--compressor", "zip"]
+    code, said = invoke("--hosts", 2, "--loopback", "--", *gradwire)
+    assert code == 2
+    assert said.splitlines()[-1].startswith("gradwire: error: --compressor zip: unknown compressor 'zip'; known: dense")
+    assert len(said.splitlines()) == 2  # that it is unshaped, and this
+
+
 @needs_namespaces
 def test_clean_names_what_it_removes():
     name = "gradwire-4194306-3"  # no process has this number: it is above Linux's largest
