@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test gpu-tests lint format bench results docs-demo clean
+.PHONY: demo test gpu-tests lint format bench measure results docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -38,13 +38,17 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Minutes on two cores; a GPU's: `python -m benchmarks gpu` where there is one.
-bench: $(VENV)/.bench
+# Minutes on two cores; a GPU's: `python -m benchmarks gpu` where there is one. In an environment of its own: BackPACK
+# brings a torchvision that does not load beside the CPU's torch, and wherever there is one transformers imports it.
+bench:
+	$(MAKE) --no-print-directory VENV=.venv-bench measure
+
+measure: $(VENV)/.bench
 	$(BIN)/python -m benchmarks cpu
 	$(BIN)/python -m benchmarks docs
 
 # docs/results.md and its pictures from experiments/results/, which `gradwire experiment` writes.
-results: $(VENV)/.bench
+results: $(VENV)/.plots
 	$(BIN)/python -m experiments
 
 # Measures the demo again (docs/results/demo.csv) and writes its table into the README.
@@ -61,4 +65,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'Python has no venv module: install it (Debian: python3-venv)'; exit 1; }
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
