@@ -293,6 +293,8 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for size in {size for size in numbers(output) if self._times(size)}:
             if func is aten.cat.default and self._whole_batches(args[0], size):
                 found[size] = (len(args[0]), 1)
+            elif func is aten.repeat.default and self.batch in args[1] and not any(map(self._times, args[0].shape)):
+                found[size] = (1, self._times(size))  # the same once for every sample, as in an InstanceNorm
             elif func in PARTS and size == self.batch and self._in_a_row(args[0]):
                 continue
             elif func in REORDER and size != self.batch and any(map(self._times, args[0].shape)):
