@@ -1,8 +1,8 @@
 """What is exact of which model, and how exact: docs/coverage.md, by `make coverage`.
 
 Every model of zoo.py takes one backward in float32 under a recorder. Beside it stands the truth, in float64 and without
-any of gradwire's code: each sample alone, its gradient squared. `make coverage` measures, `--render` only writes the page
-from docs/results/coverage.csv, and any other argument measures the models whose names have it and writes nothing.
+any of gradwire's code: each sample alone, its gradient squared. `--render` only writes the page from the CSV, and any
+other argument measures the models whose names have it, and writes nothing.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import csv
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ EXACT = ("exact", "by activation")
 NOTHING = 1e-20  # of the model's largest moment: in float64, a gradient that is zero but for rounding
 Moments = dict[str, Tensor]
 Record = dict[str, str]
+COLUMNS = ("model", "parameters", "exact", "by_activation", "estimated", "exact_share", "error", "worst", "reasons")
 
 
 def trainable(net: nn.Module) -> dict[str, nn.Parameter]:
@@ -112,17 +113,18 @@ def measure(kind: Kind) -> Record:
     estimated = [row for row in coverage if row.kind not in EXACT]
     off = errors(found, truth, exact)
     worst = max(off, key=lambda name: off[name], default="")
-    return {
-        "model": kind.name,
-        "parameters": str(sum(sizes.values())),
-        "exact": str(len(exact)),
-        "by_activation": str(sum(row.kind == "by activation" for row in coverage)),
-        "estimated": str(len(estimated)),
-        "exact_share": f"{sum(sizes[name] for name in exact) / sum(sizes.values()):.4f}",
-        "error": f"{off[worst]:.1e}" if worst else "",
-        "worst": worst,
-        "reasons": "; ".join(f"{count} x {why}" for why, count in Counter(row.why for row in estimated).most_common()),
-    }
+    values = (
+        kind.name,
+        sum(sizes.values()),
+        len(exact),
+        sum(row.kind == "by activation" for row in coverage),
+        len(estimated),
+        f"{sum(sizes[name] for name in exact) / sum(sizes.values()):.4f}",
+        f"{off[worst]:.1e}" if worst else "",
+        worst,
+        "; ".join(f"{count} x {why}" for why, count in Counter(row.why for row in estimated).most_common()),
+    )
+    return {name: str(value) for name, value in zip(COLUMNS, values, strict=True)}
 
 
 def measured(part: str = "") -> Iterator[Record]:
@@ -131,10 +133,9 @@ def measured(part: str = "") -> Iterator[Record]:
     for kind in kinds():
         if part.lower() not in kind.name.lower():
             continue
-        record = measure(kind)
-        print(
-            f"{record['model']}: {record['exact']} exact, {record['estimated']} estimated, error {record['error']} {record['worst']}"
-        )
+        with torch.random.fork_rng():  # the next model is the same whichever were measured before
+            record = measure(kind)
+        print(", ".join(f"{name} {record[name]}" for name in ("model", "exact", "estimated", "error", "worst")))
         yield record
 
 
@@ -143,14 +144,12 @@ def read() -> list[Record]:
         return list(csv.DictReader(file))
 
 
-def write(records: list[Record]) -> None:
+def write(records: Iterable[Record], path: Path = RESULTS) -> None:
     origin = provenance() | {"command": "make coverage"}
-    rows = [record | origin for record in records]
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, (*COLUMNS, *origin), lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(record | origin for record in records)
 
 
 def render(records: list[Record]) -> str:
@@ -189,10 +188,10 @@ def main() -> None:
     told = sys.argv[1:]
     if told and told[0] != "--render":
         for record in measured(told[0]):
-            print(record["reasons"].replace("; ", "\n"))
+            print(record["reasons"])
         return
     if not told:
-        write(list(measured()))
+        write(list(measured()))  # a failure leaves the old file
     PAGE.write_text(rendered(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
 
 
