@@ -147,9 +147,9 @@ def transformers() -> Iterator[Kind]:
         return F.cross_entropy(net(input_ids=ids[rows]).logits, labels[rows], reduction="sum")
 
     yield Kind("BERT", bert, label)
+    words_end = {"bos_token_id": None, "eos_token_id": None}
     silent = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    gpt2 = tr.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=VOCABULARY, n_positions=16, **silent)
-    gpt2.bos_token_id = gpt2.eos_token_id = None
+    gpt2 = tr.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=VOCABULARY, n_positions=16, **silent, **words_end)
     yield Kind("GPT-2", tr.GPT2LMHeadModel(gpt2), next_token(text()))
     yield Kind("Llama", tr.LlamaForCausalLM(tr.LlamaConfig(**small, **words)), next_token(text()))
     mixtral = tr.MixtralConfig(**small, **words, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2)
