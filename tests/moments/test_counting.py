@@ -105,16 +105,35 @@ def test_gradients_that_are_thrown_away_do_not_count(net: nn.Sequential, recorde
     assert_equal(moments(recorder), unwatched(net, x.detach()))
 
 
-def test_two_passes_in_one_backward_are_different_samples(net: nn.Sequential, recorder: Recorder) -> None:
+def in_pairs(net: nn.Module, one: Tensor, other: Tensor) -> dict[str, Tensor]:
+    """The true moments where row b of both batches is one sample, on a model of the same weights."""
+    twin = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2)).double()
+    twin.load_state_dict(net.state_dict())
+    return by_sample(twin, lambda: [loss(twin, one[b : b + 1]) + loss(twin, other[b : b + 1]) for b in range(len(one))])
+
+
+def test_two_passes_in_one_backward_are_of_the_same_samples(net: nn.Sequential, recorder: Recorder) -> None:
+    """A Siamese net's; a discriminator's real and false ones come in pairs."""
+    real, fake = floats(BATCH, 3), floats(BATCH, 3)
+    (loss(net, real) + loss(net, fake)).backward()
+    assert_equal(moments(recorder), in_pairs(net, real, fake))
+    assert {(row.kind, row.why) for row in recorder.coverage()} == {("exact", "")}
+
+
+def test_two_passes_may_be_said_to_have_samples_of_their_own(net: nn.Sequential) -> None:
+    recorder = Recorder(net, trainable(net), strict=True, same_samples=False)
     real, fake = floats(BATCH, 3), floats(BATCH, 3)
     (loss(net, real) + loss(net, fake)).backward()
     assert_equal(moments(recorder), unwatched(net, real, fake))
+    recorder.remove()
 
 
-def test_two_passes_of_unequal_size(net: nn.Sequential, recorder: Recorder) -> None:
+def test_two_passes_of_unequal_size_have_samples_of_their_own(net: nn.Sequential, recorder: Recorder) -> None:
     real, fake = floats(BATCH, 3), floats(BATCH + 3, 3)
     (loss(net, real) + loss(net, fake)).backward()
     assert_equal(moments(recorder), unwatched(net, real, fake))
+    said = {(row.kind, row.why) for row in recorder.coverage()}
+    assert said == {("exact", "one backward through passes of 4 and of 7 samples: they count as different ones")}
 
 
 def test_a_pass_that_is_never_differentiated(net: nn.Sequential, recorder: Recorder) -> None:

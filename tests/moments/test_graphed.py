@@ -136,7 +136,7 @@ def test_stand_ins_go_the_same_way(name: str) -> None:
 
     model, x = put(MODELS[name][0]()), put(MODELS[name][1]())
     recorder = recorder_of(model)
-    recorder.on_forward((x,), {})
+    recorder.on_forward(model, (x,), {})
     output = model.forward(x)
     wanted = nodes(output.grad_fn)
     with stand_ins(model, recorder) as parameters:

@@ -72,7 +72,7 @@ def test_two_passes_under_a_checkpoint() -> None:
     net = Checkpointed(small(), False).double()
     losses = [lambda b=b, z=z: net(z[b : b + 1]).square().sum() for z in (x, y) for b in range(4)]
     wanted = by_sample(net, lambda: [loss() for loss in losses])
-    assert_equal(recorded(net, lambda: net(x).square().sum() + net(y).square().sum()), wanted)
+    assert_equal(recorded(net, lambda: net(x).square().sum() + net(y).square().sum(), same_samples=False), wanted)
     net.reentrant = True
     recorder = Recorder(net, trainable(net))
     (net(x).square().sum() + net(y).square().sum()).backward()

@@ -107,23 +107,27 @@ def by_autograd(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
         return torch.autograd.grad(output, leaves, gradient, create_graph=True, allow_unused=True)
 
 
-def serves(module: Any, tap: Tap, x: Any) -> bool:
-    """Whether the Function may stand in: it trains, both parameters are recorded, samples are where they should be."""
+def serving(module: Any, tap: Tap, x: Any) -> Site | None:
+    """Where the Function may stand in: it trains, both parameters are recorded, samples are where they should be."""
     if type(x) is not Tensor or not x.is_cuda or torch.compiler.is_compiling() or not module.training:
-        return False
-    plain = module.momentum is not None and len(tap.wanted()) == 2 and tap.axis == 0 and has_triton()
-    batch = tap.recorder.now().batch
-    fits = x.ndim > 2 and x.dtype in SHORT and x.shape[0] == batch and 0 < x.numel() // x.shape[0] < MOST_ELEMENTS
-    return plain and fits and module.weight.dtype in SHORT and x.numel() > x.shape[1]
+        return None
+    wanted = tap.wanted()
+    if module.momentum is None or len(wanted) < 2 or not has_triton():
+        return None
+    site = tap.site("", x, tap.recorder.now(), wanted)
+    fits = x.ndim > 2 and x.dtype in SHORT and x.shape[0] == site.samples and site.axis == 0 and site.doubt is None
+    plain = fits and module.weight.dtype in SHORT and x.numel() > x.shape[1]
+    return site if plain and 0 < x.numel() // x.shape[0] < MOST_ELEMENTS else None
 
 
 def batch_norm_forward(module: Any, tap: Tap, *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 1 or kwargs or not serves(module, tap, args[0]):
+    site = serving(module, tap, args[0]) if len(args) == 1 and not kwargs else None
+    if site is None:
         return plain_forward(module, tap, *args, **kwargs)
     module._check_input_dim(args[0])
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)
-    output: Tensor = Normalize.apply(tap, tap.site(), args[0], module.weight, module.bias)  # type: ignore[no-untyped-call]
+    output: Tensor = Normalize.apply(tap, site, args[0], module.weight, module.bias)  # type: ignore[no-untyped-call]
     return output
 
 

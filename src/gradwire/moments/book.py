@@ -16,6 +16,7 @@ class Book(Protocol):
     paused: frozenset[str]
     strict: bool
     estimator: str
+    same_samples: bool
     ran_backward: bool
 
     @property

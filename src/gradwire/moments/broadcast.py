@@ -31,7 +31,7 @@ def broadcast(shape: torch.Size, module: Any, gradient: Tensor, saved: tuple[Ten
 def watch_parameter(ledger: Ledger, axis: int | None, recorder: Recorder) -> Tap:
     """Lets per_sample find the ledger of this parameter."""
     expanded = Layer(frozenset({"param"}), {"": functools.partial(broadcast, ledger.param.shape)})
-    tap = Tap(None, expanded, axis, {"param": ledger}, recorder)
+    tap = Tap(None, expanded, axis, {"param": ledger}, recorder, ledger.name)
     WATCHED[id(ledger.param)] = weakref.ref(tap)
     return tap
 

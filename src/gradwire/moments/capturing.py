@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gradwire.moments.combined import Settled, merge, settled
+from gradwire.moments.combined import Disjoint, Settled, by_samples, merge, settled
 from gradwire.moments.site import Doubt, Site, quietly
+from gradwire.moments.staged import Passes
 from gradwire.moments.uses import Use
 
 if TYPE_CHECKING:
@@ -23,18 +24,18 @@ class Capturing:
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
-        self.uses: dict[str, list[Use]] = {}
+        self.uses: dict[str, Passes] = {}
         self.moments: dict[str, Settled] = {}
         self.doubts: dict[str, str] = {}
         self._checks = False
 
-    def take(self, ledger: Ledger, use: Use) -> None:
+    def take(self, ledger: Ledger, passed: int, use: Use) -> None:
         """Finished at once, so that what it was made of is free again, unless others have to be merged with it."""
-        uses = self.uses.setdefault(ledger.name, [])
-        if uses and not ledger.shared:
+        passes = self.uses.setdefault(ledger.name, {})
+        if passes and not ledger.shared:
             ledger.shared = True
-            raise Doubt("used more than once in a pass, which the backward before had not shown")
-        uses.append(use if ledger.shared else self._settled(ledger, use))
+            raise Doubt("used more than once in a backward, which the one before had not shown")
+        passes.setdefault(passed, []).append(use if ledger.shared else self._settled(ledger, use))
 
     def _settled(self, ledger: Ledger, use: Use) -> Settled:
         with quietly(ledger.param.device):  # at the end of a backward the caller's autocast is on
@@ -46,10 +47,11 @@ class Capturing:
     def finish(self) -> None:
         """At the end of a backward, still captured: what had to wait for all uses of a parameter."""
         self.moments = {}
-        for name, uses in self.uses.items():
+        for name, passes in self.uses.items():
             ledger = self.recorder.ledgers[name]
             try:
-                merged = merge(uses)
+                apart = [merge(uses) for uses in by_samples(passes, self.recorder.same_samples)]
+                merged = apart[0] if len(apart) == 1 else Disjoint(apart)
                 self.moments[name] = merged if isinstance(merged, Settled) else self._settled(ledger, merged)
             except Doubt as doubt:
                 self.doubts[name] = str(doubt)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,6 +53,9 @@ class Slice(Use):
     def accumulate(self, out: Tensor) -> None:
         self.inner.accumulate(out[self.start : self.start + self.length])
 
+    def folded(self, outer: int, samples: int, inner: int) -> Slice:
+        return Slice(self.inner.folded(outer, samples, inner), self.start, self.length, self.shape)
+
     def join(self, others: Sequence[Use]) -> Use | None:
         """Uses of the same rows become one; uses of disjoint rows have no cross terms."""
         groups: dict[tuple[int, int], list[Use]] = {}
@@ -85,7 +88,7 @@ class Together(Use):
 
 
 class Disjoint(Together):
-    """Uses of disjoint elements: without cross terms, so each adds up its own squares."""
+    """Uses of disjoint elements, or on different samples: no cross terms, so each adds up its own squares."""
 
     def accumulate(self, out: Tensor) -> None:
         for use in self.uses:
@@ -169,7 +172,7 @@ def settled(use: Use, like: Tensor, dtype: torch.dtype) -> Settled:
 
 
 def merge(uses: Sequence[Use]) -> Use:
-    """All uses of a parameter in one pass as one use: the same samples, so cross terms count."""
+    """All uses of a parameter on the same samples as one use: cross terms count."""
     first = uses[0]
     if len(uses) == 1:
         return first
@@ -178,7 +181,30 @@ def merge(uses: Sequence[Use]) -> Use:
     if any(isinstance(use, Settled) for use in uses):
         first = next(use for use in uses if isinstance(use, Settled))
         first.sample(0)
-    joined = first.join(uses[1:]) if all(type(use) is type(first) for use in uses) else None
-    joined = joined or head_and_table(uses) or Together(uses)
+    of_kind: dict[type[Use], list[Use]] = {}
+    for use in uses:
+        of_kind.setdefault(type(use), []).append(use)
+    parts = [part for alike in of_kind.values() for part in _joined(alike)]
+    joined = parts[0] if len(parts) == 1 else head_and_table(parts) or Together(parts)
     joined.output_gradients = tuple(gradient for use in uses for gradient in use.output_gradients)
     return joined
+
+
+def _joined(alike: Sequence[Use]) -> Sequence[Use]:
+    """Uses of one class as one where that class can."""
+    joined = alike[0].join(alike[1:]) if len(alike) > 1 else None
+    return alike if joined is None else [joined]
+
+
+def by_samples(passes: Mapping[int, list[Use]], same_samples: bool) -> list[list[Use]]:
+    """The uses of one backward, those on the same samples together.
+
+    For the loss, passes with as many samples are of the same ones (a Siamese net's two), or of pairs that come
+    together (a discriminator's real and false ones), whose contributions add up before they are squared.
+    """
+    if not same_samples:
+        return list(passes.values())
+    together: dict[int, list[Use]] = {}
+    for uses in passes.values():
+        together.setdefault(uses[0].samples, []).extend(uses)
+    return list(together.values())

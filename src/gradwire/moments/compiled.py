@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradwire.moments.batch_axis import COMPILED
 from gradwire.moments.site import Site
 from gradwire.moments.tap import TAPS
 
@@ -47,6 +48,7 @@ def begin(clock: Tensor, key: int, batch: int, tokens: int) -> Tensor:
     recorder = RECORDERS.get(key)
     if recorder is None:
         return clock.clone()
+    recorder.batch_axis.give_up(COMPILED)
     recorder.begin(None if batch == UNKNOWN else batch, None if tokens == UNKNOWN else tokens)
     return recorder.clock
 
@@ -120,6 +122,7 @@ def hand_over(
         return {}
     passed, batch = clock.tolist()
     site = Site(passed, None if batch == UNKNOWN else batch, tap.axis, training, tap.wanted(), compiled=True)
+    tap.locate(site, part, gradient)
     kept, inputs = gradient, tuple(saved)
     if tap.keeps():
         kept, inputs = gradient.clone(), tuple(tensor.clone() for tensor in saved)

@@ -121,7 +121,7 @@ def layer(x: Tensor, weight: Tensor, bias: Tensor | None, clock: Tensor, axis: i
     """The layer by the Function above; where that serves no better, by a tap beside torch's own, as in eager mode."""
     call = Call(*given)
     operation, output = operation_of(call.numbers), None
-    if operation.serves(x, weight, axis):
+    if operation.serves(x, weight, axis, x.shape[axis] if x.ndim > axis else 0):
         output = Layer.apply(x, weight, bias, clock, call)
     else:
         output = torch.ops.gradwire.tap(operation(x, weight, bias), [x], clock, *call[:3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from gradwire.moments.site import Doubt, Site
 from gradwire.moments.sums import position_sums
 from gradwire.moments.tap import Tap, plain_forward
 from gradwire.moments.together import CONVOLUTIONS, Problem, choose, exact_dtype
-from gradwire.moments.uses import Direct, Use
+from gradwire.moments.uses import Direct, Use, rows_of_samples
 
 
 @dataclass
@@ -31,9 +31,10 @@ class Patches(Use):
     shape: torch.Size
     geometry: dict[str, Any]
     channels_last: bool = False  # the weight
+    rows: int = 1  # of a sample, one after another
 
     def __post_init__(self) -> None:
-        self.samples = self.x.shape[0]
+        self.samples = self.x.shape[0] // self.rows
         self.dtype = exact_dtype(self.x)
 
     @cached_property
@@ -42,15 +43,15 @@ class Patches(Use):
         return torch.empty(self.shape, dtype=self.dtype, device=self.x.device)
 
     def _between(self, start: int, stop: int) -> Tensor:
-        gradient, x = (tensor[start:stop].to(self.dtype) for tensor in (self.gradients, self.x))
+        rows = slice(start * self.rows, stop * self.rows)
+        gradient, x = (tensor[rows].to(self.dtype) for tensor in (self.gradients, self.x))
         found: Tensor = torch.ops.aten.convolution_backward(
             gradient, x, self.weight, None, **self.geometry, output_mask=[False, True, False]
         )[1]
         return found
 
     def gradient(self, dtype: torch.dtype) -> Tensor:
-        problem = problem_of(self.x, self.shape, self.geometry)
-        together = choose(CONVOLUTIONS, problem)
+        together = choose(CONVOLUTIONS, problem_of(self.x, self.shape, self.geometry)) if self.rows == 1 else None
         if together is None:
             return self.total().to(dtype)
         given = (self.gradients, self.x, self.shape, self.geometry, dtype, self.channels_last)
@@ -74,6 +75,25 @@ class Patches(Use):
 
     def total(self) -> Tensor:
         return self._between(0, self.samples) if self.summed is None else self.summed
+
+    def folded(self, outer: int, samples: int, inner: int) -> Patches:
+        x, gradients = (rows_of_samples(side, outer, samples, inner).flatten(0, 1) for side in (self.x, self.gradients))
+        return Patches(x, gradients, self.shape, self.geometry, self.channels_last, outer * inner)
+
+    def join(self, others: Sequence[Use]) -> Use | None:
+        """More rows of the same samples, where all are of one size."""
+        uses = [self, *(other for other in others if isinstance(other, Patches))]
+        about = [(use.x.shape[1:], use.gradients.shape[1:], use.geometry) for use in uses]
+        if any(one != about[0] for one in about):
+            return None
+
+        def joined(name: str) -> Tensor:
+            return torch.cat([getattr(use, name).unflatten(0, (use.samples, use.rows)) for use in uses], 1).flatten(
+                0, 1
+            )
+
+        rows = sum(use.rows for use in uses)
+        return Patches(joined("x"), joined("gradients"), self.shape, self.geometry, self.channels_last, rows)
 
     def noise(self) -> float:
         per_output = self.shape.numel() / max(1, self.gradients.shape[1])
@@ -105,8 +125,8 @@ class Convolve:
         )[0]
         return found
 
-    def serves(self, x: Tensor, weight: Tensor, axis: int) -> bool:
-        batched = x.ndim == len(self.geometry["stride"]) + 2
+    def serves(self, x: Tensor, weight: Tensor, axis: int, samples: int) -> bool:
+        batched = x.ndim == len(self.geometry["stride"]) + 2 and x.shape[0] == samples
         return batched and choose(CONVOLUTIONS, problem_of(x, weight.shape, self.geometry)) is not None
 
 

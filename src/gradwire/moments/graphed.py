@@ -95,7 +95,7 @@ class Graphed:
     def _capture(self, module: nn.Module, sample: Sequence[Tensor], make: Callable[..., Any]) -> None:
         recorder, own = self.recorder, self.own
         buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-        recorder.on_forward(tuple(sample), {})
+        recorder.on_forward(module, tuple(sample), {})
         recorder.capturing = self.capturing = Capturing(recorder)
         # told of a capture, where the accumulators of the gradients have a part in nothing
         quiet: Any = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda _: None)

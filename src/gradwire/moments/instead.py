@@ -27,8 +27,8 @@ class Operation(Protocol):
     def to_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """The gradient of x, of which only the shape is read."""
 
-    def serves(self, x: Tensor, weight: Tensor, axis: int) -> bool:
-        """Whether gradient and moment together are worth it for these shapes; axis: of the samples."""
+    def serves(self, x: Tensor, weight: Tensor, axis: int, samples: int) -> bool:
+        """Whether gradient and moment together are worth it for these shapes; axis: the samples lie along it."""
 
 
 class Instead(torch.autograd.Function):
@@ -133,40 +133,38 @@ def instead(module: nn.Module, tap: Tap, x: Any, part: str, operation: Operation
         from gradwire.moments.compiled_layers import in_graph  # here, since it imports the layers, which import this
 
         return in_graph(module, tap, x, part, operation)
-    if type(x) not in (Tensor, nn.Parameter) or tap.mismatch is not None:
+    if type(x) not in (Tensor, nn.Parameter):
         return None
     weight, bias = module._parameters.get(operation.names[0]), module._parameters.get(operation.names[1])
     if type(weight) is not nn.Parameter:  # None, or a subclass of Tensor
         return None
     x = autocast_input(x)
     now, wanted, lowered = tap.recorder.now(), tap.wanted(), torch.is_autocast_enabled(x.device.type)
-    key = (x.shape, x.dtype, x.device, x.layout, weight.dtype, weight.device, wanted, now.batch, lowered)
+    site = tap.site(part, x, now, wanted)  # its output has as many dims
+    place = (site.axis, site.samples, site.outer, site.inner)
+    if site.doubt is not None:
+        return None
+    key = (x.shape, x.dtype, x.device, x.layout, weight.dtype, weight.device, wanted, place, lowered)
     fit = tap.fitting.get(key)
     if fit is None:
         if len(tap.fitting) >= KINDS:
             tap.fitting.clear()
-        fit = tap.fitting[key] = fits(tap, x, wanted, now.batch, (weight, bias), operation)
+        fit = tap.fitting[key] = fits(site, x, (weight, bias), operation)
     if not fit:
         return None
-    output: Tensor = Instead.apply(tap, part, tap.site(now, wanted), operation, x, weight, bias)  # type: ignore[no-untyped-call]
+    output: Tensor = Instead.apply(tap, part, site, operation, x, weight, bias)  # type: ignore[no-untyped-call]
     return output
 
 
-def fits(
-    tap: Tap,
-    x: Tensor,
-    wanted: frozenset[str],
-    batch: int | None,
-    given: tuple[Tensor, Tensor | None],
-    operation: Operation,
-) -> bool:
+def fits(site: Site, x: Tensor, given: tuple[Tensor, Tensor | None], operation: Operation) -> bool:
     """Every parameter recorded here, plain tensors of one dtype, samples where they are looked for."""
-    weight = given[0]
-    if operation.names[0] not in wanted:
+    weight, wanted = given[0], site.wanted
+    if operation.names[0] not in wanted or site.axis is None or site.samples is None:
         return False
     for name, param in zip(operation.names, given, strict=True):
         if param is not None and (param.requires_grad != (name in wanted) or param.dtype != weight.dtype):
             return False
     plain = x.layout == torch.strided and x.is_floating_point() and x.device == weight.device
-    batched = tap.axis is not None and x.ndim > tap.axis and x.shape[tap.axis] == batch
-    return plain and batched and x.dtype == autocast_input(weight).dtype and operation.serves(x, weight, tap.axis or 0)
+    batched = x.ndim > site.axis and x.shape[site.axis] == site.batch
+    alike = x.dtype == autocast_input(weight).dtype
+    return plain and batched and alike and operation.serves(x, weight, site.axis, site.samples)

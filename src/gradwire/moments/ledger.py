@@ -11,7 +11,7 @@ from gradwire.errors import MomentError
 from gradwire.layout import in_shape
 from gradwire.moments.book import Book
 from gradwire.moments.check import THRICE, Check
-from gradwire.moments.combined import merge
+from gradwire.moments.combined import by_samples, merge
 from gradwire.moments.estimators import MicroBatches, step
 from gradwire.moments.site import Doubt, Site, quietly
 from gradwire.moments.staged import Passes, Stage, current_task
@@ -19,6 +19,7 @@ from gradwire.moments.together import exact_dtype
 from gradwire.moments.uses import Use
 
 INTERACT = "samples interact in a batch norm"
+UNEQUAL = "one backward through passes of {} samples: they count as different ones"
 REENTRANT = (
     "a reentrant checkpoint brings its uses in one pass apart, without cross terms; use_reentrant=False does not"
 )
@@ -55,7 +56,7 @@ class Ledger:
 
     def stage(self, site: Site, use: Use, signed: bool = False) -> None:
         if self.book.capturing is not None:
-            self.book.capturing.take(self, use)
+            self.book.capturing.take(self, site.passed, use)
             return
         stage = self._stage()
         (stage.signed if signed else stage.uses).setdefault(site.passed, []).append(use)
@@ -179,7 +180,7 @@ class Ledger:
             except Doubt as doubt:
                 reason = str(doubt)
         if stage.signed and self.book.estimator == "signs":
-            self._finish(merge(uses) for uses in stage.signed.values())
+            self._finish(merge(uses) for uses in by_samples(stage.signed, self.book.same_samples))
             self.kind, self.why = "signs", reason
             return None
         return reason
@@ -196,7 +197,7 @@ class Ledger:
     def _add(self, passes: Passes, gradient: Tensor) -> None:
         merged = []
         eps = 0.0
-        for uses in passes.values():
+        for uses in by_samples(passes, self.book.same_samples):
             self.shared = self.shared or len(uses) > 1
             eps = max(eps, *[use.eps for use in uses])
             merged.append(merge(uses))
@@ -211,7 +212,9 @@ class Ledger:
             self.estimated = False
         if self.reason is None:
             self.kind = next((use.kind for use in merged if use.kind != "exact"), "exact")
-            self.why = INTERACT if self.kind != "exact" else ""
+            sizes = sorted({use.samples for use in merged})
+            apart = UNEQUAL.format(" and of ".join(map(str, sizes))) if len(sizes) > 1 else ""
+            self.why = INTERACT if self.kind != "exact" else apart
 
     def _finish(self, uses: Iterable[Use]) -> None:
         out = self.in_place()

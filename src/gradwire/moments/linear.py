@@ -39,12 +39,12 @@ class Multiply:
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (rows @ (weight.T if self.turned else weight)).view(x.shape)
 
-    def serves(self, x: Tensor, weight: Tensor, axis: int) -> bool:
+    def serves(self, x: Tensor, weight: Tensor, axis: int, samples: int) -> bool:
         """T = 1: the moment is one more GEMM and can wait, but its bias and its check are cheaper here."""
         if x.ndim < 2 or axis > x.ndim - 2:
             return False
-        positions = x.numel() // max(1, x.shape[axis] * x.shape[-1])
-        problem = Problem(x.device, x.dtype, x.shape[axis], positions, weight.shape)
+        positions = x.numel() // max(1, samples * x.shape[-1])
+        problem = Problem(x.device, x.dtype, samples, positions, weight.shape)
         return positions == 1 or choose(LINEARS, problem) is not None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.errors import AttachError
+from gradwire.moments.batch_axis import tensors_in
 from gradwire.moments.tap import transformed
 
 if TYPE_CHECKING:
@@ -18,44 +19,6 @@ if TYPE_CHECKING:
 
     from gradwire.moments.ledger import Ledger
     from gradwire.moments.recorder import Recorder
-
-
-def batch_size(given: Any, axis: int | None) -> int | None:
-    """The size of that axis of the first tensor among nested arguments; None where there is none."""
-    tensor = first_tensor(given)
-    return None if tensor is None or axis is None or tensor.ndim <= axis else tensor.shape[axis]
-
-
-def token_count(given: Any) -> int | None:
-    """T where the model is called on token ids [B, T, ..]; None otherwise."""
-    tensor = first_tensor(given)
-    if tensor is None or tensor.ndim < 2 or tensor.is_floating_point() or tensor.is_complex():
-        return None
-    return None if tensor.dtype == torch.bool else tensor.shape[1]
-
-
-def tensors_in(given: Any) -> Iterator[Tensor]:
-    """All tensors among nested outputs."""
-    if isinstance(given, Tensor):
-        yield given
-    elif isinstance(given, Mapping):
-        yield from tensors_in(list(given.values()))
-    elif isinstance(given, list | tuple):
-        for item in given:
-            yield from tensors_in(item)
-
-
-def first_tensor(given: Any) -> Tensor | None:
-    if isinstance(given, Tensor):
-        return given
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, list | tuple):
-        for item in given:
-            found = first_tensor(item)
-            if found is not None:
-                return found
-    return None
 
 
 class _Hook:
@@ -82,7 +45,7 @@ class PassHook(_Hook):
     """Before the root's forward: a pass begins."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.recorder.on_forward(args, kwargs)
+        self.recorder.on_forward(module, args, kwargs)
 
 
 class OutputHook(_Hook):

@@ -15,22 +15,24 @@ from torch.utils.hooks import RemovableHandle
 from gradwire.errors import AttachError, MomentError
 from gradwire.layout import in_shape
 from gradwire.moments import inventory
+from gradwire.moments.batch_axis import BatchAxis, batch_size, token_count
 from gradwire.moments.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.compiled import RECORDERS, UNKNOWN, clock_of
 from gradwire.moments.coverage import Row, report
 from gradwire.moments.estimators import ESTIMATORS
 from gradwire.moments.inventory import Owner
 from gradwire.moments.ledger import Ledger
-from gradwire.moments.passes import Ears, OutputHook, PassHook, batch_size, token_count
+from gradwire.moments.passes import Ears, OutputHook, PassHook
 from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.signs import watch_signed
 from gradwire.moments.site import Pass
 from gradwire.moments.staged import current_task
-from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, uninstall
+from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, transformed, uninstall
 
 if TYPE_CHECKING:
     from gradwire.moments.capturing import Capturing
     from gradwire.moments.graphed import Graphed
+    from gradwire.moments.symbolic_forward import Forward
 
 _keys = itertools.count(1)
 REMEMBERED = 64  # passes that may still be differentiated: validation without no_grad brings any number
@@ -56,6 +58,8 @@ class Recorder:
         estimator: str = "groups",
         exact: bool = True,
         strict: bool = False,
+        same_samples: bool = True,
+        batch_axis: BatchAxis | None = None,
     ) -> None:
         if estimator not in ESTIMATORS:
             raise ValueError(f"estimator must be one of {', '.join(ESTIMATORS)}, but is {estimator!r}")
@@ -65,11 +69,14 @@ class Recorder:
         check_batch_dim(batch_dim, modules)
         self._refuse_second(modules)
         self.batch_dim, self.estimator, self.exact, self.strict = batch_dim, estimator, exact, strict
+        self.same_samples = same_samples  # of passes in one backward with as many of them
         self.root_axis = root_axis_of(batch_dim, root)
+        self.batch_axis = BatchAxis(self.root_axis) if batch_axis is None else batch_axis
+        self.following: Forward | None = None  # while the model runs without values
         self.batch: int | None = None
         self.tokens: int | None = None
         self.current = Pass(0, None)
-        self.step, self._differentiable = 0, 0
+        self.step, self._backwards = 0, 0
         self.paused: frozenset[str] = (
             frozenset()
         )  # parameters whose signed gradient is being taken, in a nested backward
@@ -145,7 +152,7 @@ class Recorder:
             axis, named = axis_of(self.batch_dim, owner.name, layer, owner.lineage)
             positions = told_axis(self.batch_dim, owner.name)[0] == "positions"
             # positions get their batch axis where the model's own is
-            self._taps[module] = Tap(module, layer, self.root_axis if positions else axis, {}, self, named)
+            self._taps[module] = Tap(module, layer, self.root_axis if positions else axis, {}, self, owner.name, named)
             self._taps[module].positions = positions
         return self._taps[module]
 
@@ -172,10 +179,15 @@ class Recorder:
         return self.current.number
 
     def begin_step(self, step: int) -> None:
-        """The adapter's step counter: signs follow from (step, n-th pass in it), so that a resumed run agrees."""
-        self.step, self._differentiable = step, 0
+        """The adapter's step counter: signs follow from (step, n-th backward in it), so that a resumed run agrees."""
+        self.step, self._backwards = step, 0
 
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @property
+    def seed(self) -> int:
+        """Of the random signs in the backward now running."""
+        return seed_of(self.step, self._backwards)
+
+    def on_forward(self, root: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         batch = batch_size((args, kwargs), self.root_axis)
         tokens = token_count((args, kwargs)) if self.root_axis == 0 else None
         if torch.compiler.is_compiling():
@@ -184,18 +196,18 @@ class Recorder:
             self.clock = torch.ops.gradwire.begin(self.clock, self.key, *known)
         else:
             self.begin(batch, tokens)
+            if torch.is_grad_enabled() and not transformed():
+                self.batch_axis.learn(self, root, args, kwargs)
 
     def begin(self, batch: int | None, tokens: int | None = None) -> None:
-        """A forward pass begins: its samples are others than those of the passes before."""
+        """A forward pass begins."""
         self.batch, self.tokens = batch, tokens
-        seed = seed_of(self.step, self._differentiable)
-        self.current = Pass(self.passes + 1, batch, tokens, seed)
+        self.current = Pass(self.passes + 1, batch, tokens)
         self.clock = clock_of(self.passes, batch)
         if self.ran_backward:
             self._open.clear()
             self.ran_backward = False
         if torch.is_grad_enabled():
-            self._differentiable += 1
             self._open.append(self.current)
         if self._tasks and current_task() == -1:  # a backward raised: its callback never came
             for task in list(self._tasks):
@@ -217,10 +229,13 @@ class Recorder:
     def open_samples(self) -> int | None:
         """How many samples the backward now running has, as far as can be told."""
         batches = [passed.batch for passed in self._reached.values() or self._open]
-        return None if not batches or None in batches else sum(batch for batch in batches if batch is not None)
+        known = [batch for batch in batches if batch is not None]
+        return None if len(known) < max(1, len(batches)) else sum(set(known) if self.same_samples else known)
 
     def now(self) -> Pass:
         """The pass of a layer called now; a reentrant checkpoint calls it from inside backward."""
+        if self.following is not None:
+            return self.following.passed
         if torch.compiler.is_compiling():
             return Pass(0, self.batch, self.tokens)  # its number is known when it runs
         if current_task() == -1:
@@ -234,6 +249,7 @@ class Recorder:
         """Has what this backward stages dropped at its end: unless a gradient arrived, it did not count."""
         task = current_task()
         if task != -1 and task not in self._tasks:
+            self._backwards += not self._tasks  # one inside another is a part of it
             self._tasks.add(task)
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self._leave_task(task))

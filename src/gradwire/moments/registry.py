@@ -112,11 +112,18 @@ def told_axis(batch_dim: BatchDim, name: str) -> tuple[Axis, bool]:
     return batch_dim.get("", 0), False
 
 
+def inner_of(root: nn.Module) -> nn.Module:
+    """The user's model, without DDP's and torch.compile's wrappers."""
+    while isinstance(root, nn.parallel.DistributedDataParallel) or hasattr(root, "_orig_mod"):
+        inner: Any = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root._orig_mod
+        root = inner
+    return root
+
+
 def root_axis_of(batch_dim: BatchDim, root: nn.Module) -> int | None:
     """The sample axis of what the model is called on: told, or a Transformer's own under any wrappers."""
     axis, _ = told_axis(batch_dim, "")
-    while isinstance(root, nn.parallel.DistributedDataParallel) or hasattr(root, "_orig_mod"):
-        root = root.module if isinstance(root, nn.parallel.DistributedDataParallel) else root._orig_mod  # type: ignore[assignment]
+    root = inner_of(root)
     told = isinstance(batch_dim, Mapping) and "" in batch_dim
     if axis == 0 and not told and isinstance(root, TRANSFORMERS) and not batch_first(root):
         return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +18,10 @@ class Signed(torch.autograd.Function):
     """The identity on a module's outputs; its backward takes one more weight gradient, with random signs."""
 
     @staticmethod
-    def forward(ctx: Any, tap: Tap, site: Site, axes: list[int | None], *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, tap: Tap, sites: list[Site], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*outputs)
         ctx.set_materialize_grads(False)
-        ctx.tap, ctx.site, ctx.axes = tap, site, axes
+        ctx.tap, ctx.sites = tap, sites
         # copies: what an unknown module saved may be its own output, which an in-place ReLU behind it must not change
         return tuple(output.clone() for output in outputs)
 
@@ -31,21 +30,22 @@ class Signed(torch.autograd.Function):
         paused = ctx.tap.recorder.paused
         if paused & ctx.tap.signed.keys():
             # Another call of this module, upstream of the one being signed: its use is its own to sign.
-            return (None,) * (3 + len(gradients))
+            return (None,) * (2 + len(gradients))
         if ctx.tap.live and not paused:
-            stage_signed(ctx.tap, ctx.site, ctx.axes, ctx.saved_tensors, gradients)
-        return (None, None, None, *gradients)
+            stage_signed(ctx.tap, ctx.sites, ctx.saved_tensors, gradients)
+        return (None, None, *gradients)
 
 
 def stage_signed(
-    tap: Tap, site: Site, axes: list[int | None], outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
+    tap: Tap, sites: list[Site], outputs: tuple[Tensor, ...], gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Stages (sum_z s_z c_z), one value an element, with the ledgers of a module's estimated parameters."""
     recorder = tap.recorder
     ledgers = [ledger for ledger in tap.signed.values() if ledger.param.requires_grad]
     recorder.enter_task()
     try:
-        flipped = [flip(site, axis, g) for axis, g in zip(axes, gradients, strict=True) if g is not None]
+        seed = recorder.seed
+        flipped = [flip(seed, site, g) for site, g in zip(sites, gradients, strict=True) if g is not None]
     except Doubt as doubt:
         for ledger in ledgers:
             ledger.doubt(f"signs need a sample axis in the output: {doubt}")
@@ -62,21 +62,22 @@ def stage_signed(
         recorder.paused = frozenset()
     for ledger, value in zip(ledgers, found, strict=True):
         if value is not None:
-            ledger.stage(site, Direct(value.detach()[None]), signed=True)
+            ledger.stage(sites[0], Direct(value.detach()[None]), signed=True)
 
 
 @lru_cache(maxsize=64)
 def drawn(seed: int, batch: int) -> Tensor:
-    """A random sign a sample, the same for all modules in one pass, and the same when training is resumed."""
+    """A random sign a sample, the same for all modules and passes of a backward, and when training is resumed."""
     return torch.randint(0, 2, (batch,), generator=torch.Generator().manual_seed(seed)) * 2 - 1
 
 
-def flip(site: Site, axis: int | None, gradient: Tensor) -> Tensor:
+def flip(seed: int, site: Site, gradient: Tensor) -> Tensor:
     """The gradient of an output, each sample's times its sign."""
-    moved = replace(site, axis=axis).samples_first(gradient.detach())
-    signs = drawn(site.seed, moved.shape[0]).to(moved)
-    assert axis is not None
-    return (moved * signs.view(-1, *[1] * (moved.ndim - 1))).movedim(0, axis)
+    moved = site.samples_first(gradient.detach())
+    assert site.axis is not None
+    assert site.samples is not None
+    signs = drawn(seed, site.samples).to(moved)[:, None].expand(site.outer, -1, site.inner).reshape(-1)
+    return (moved * signs.view(-1, *[1] * (moved.ndim - 1))).movedim(0, site.axis)
 
 
 def output_axes(module: nn.Module, tap: Tap, count: int) -> list[int | None]:
@@ -90,14 +91,27 @@ def output_axes(module: nn.Module, tap: Tap, count: int) -> list[int | None]:
     return [tap.axis] * count
 
 
+def signed_site(tap: Tap, part: str, output: Tensor, axis: int | None) -> Site:
+    """axis: the samples', where they were not followed."""
+    site = tap.site(part, output, tap.recorder.now(), frozenset())
+    if tap.named or not tap.recorder.batch_axis.followed:
+        site.axis = axis
+    return site
+
+
 def watch_signed(module: nn.Module, tap: Tap, result: Any) -> Any:
     """Passes a module's outputs on, and has its estimated parameters' signed gradient taken in backward."""
     leaves, spec = pytree.tree_flatten(result)
     axes = output_axes(module, tap, len(leaves))
     chosen = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if tap.recorder.following is not None:
+        for place in chosen:
+            tap.recorder.following.note(tap, f"output {place}", leaves[place])
+        return result
     if not chosen or len(axes) != len(leaves):
         return result
-    watched = Signed.apply(tap, tap.site(), [axes[place] for place in chosen], *(leaves[place] for place in chosen))  # type: ignore[no-untyped-call]
+    sites = [signed_site(tap, f"output {place}", leaves[place], axes[place]) for place in chosen]
+    watched = Signed.apply(tap, sites, *(leaves[place] for place in chosen))  # type: ignore[no-untyped-call]
     for place, leaf in zip(chosen, watched, strict=True):
         leaves[place] = leaf
     return pytree.tree_unflatten(leaves, spec)

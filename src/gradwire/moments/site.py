@@ -32,28 +32,41 @@ class Mismatch(Doubt):
 
 
 class Pass(NamedTuple):
-    """One forward pass of the root; tokens: T where it was called on token ids [B, T]; seed: of its random signs."""
+    """One forward pass of the root; tokens: T where it was called on token ids [B, T]."""
 
     number: int
     batch: int | None
     tokens: int | None = None
-    seed: int = 0
     doubt: str | None = None
 
 
 @dataclass(slots=True)
 class Site:
-    """One call: its forward pass, the batch size B, the sample axis, and the parameters that want a gradient."""
+    """One call: its forward pass, its samples, where they lie, and the parameters that want a gradient.
+
+    Along `axis` of the output lie [outer, samples, inner] rows. Formulas see a batch of rows; what they find is folded.
+    """
 
     passed: int
-    batch: int | None
+    samples: int | None
     axis: int | None
     training: bool
     wanted: frozenset[str]
     compiled: bool = False
     doubt: str | None = None
     recomputed: bool = False  # by a reentrant checkpoint, inside backward
-    seed: int = 0
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def batch(self) -> int | None:
+        """How many rows there are."""
+        return None if self.samples is None else self.outer * self.samples * self.inner
+
+    @property
+    def folds(self) -> bool:
+        """Whether a sample has several rows."""
+        return self.outer * self.inner != 1
 
     def samples_first(self, tensor: Tensor, features: int = 0) -> Tensor:
         """[.., B, .., *features] -> [B, .., *features]; doubts when that axis is not B long."""

@@ -42,9 +42,10 @@ class Tap:
         axis: int | None,
         ledgers: Mapping[str, Ledger],
         recorder: Recorder,
+        name: str,
         named: bool = False,
     ) -> None:
-        self.module, self.layer, self.axis, self.named = module, layer, axis, named
+        self.module, self.layer, self.axis, self.name, self.named = module, layer, axis, name, named
         self.ledgers, self.recorder = dict(ledgers), recorder
         self.signed: dict[str, Ledger] = {}  # parameters estimated from this module's outputs, by random signs
         self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
@@ -67,12 +68,35 @@ class Tap:
         """The parameters that want a gradient now: freezing may come and go between calls."""
         return frozenset([name for name, ledger in self.ledgers.items() if ledger.param.requires_grad])
 
-    def site(self, now: Pass | None = None, wanted: frozenset[str] | None = None) -> Site:
-        now = self.recorder.now() if now is None else now
+    def site(self, part: str, output: Tensor, now: Pass, wanted: frozenset[str]) -> Site:
+        """A call that puts this out; its input does as well, where the samples lie along the same axis of that."""
         training = self.module is not None and self.module.training
         recomputed = current_task() != -1
-        wanted = self.wanted() if wanted is None else wanted
-        return Site(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed, now.seed)
+        site = Site(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed)
+        self.locate(site, part, output)
+        return site
+
+    def locate(self, site: Site, part: str, output: Tensor) -> None:
+        """Tells a call where its samples lie: as the caller named it, as it was followed, or else where they fit."""
+        found = None if self.named else self.recorder.batch_axis.find(self.name, part, output.ndim, self.embeds)
+        if found is None:
+            site.doubt = site.doubt or self.mismatch
+            return
+        own = None if self.layer is None else self.layer.own_axis
+        site.doubt = site.doubt or found.doubt
+        if found.doubt is None and own is not None and found.axis != own:
+            site.doubt = site.doubt or f"its samples lie along axis {found.axis}, and it computes along axis {own}"
+        site.axis = found.axis
+        if found.axis is not None and site.samples is not None:
+            rows = found.rows(output.shape[found.axis], site.samples)
+            if rows is None:
+                site.doubt = site.doubt or f"axis {found.axis} is {output.shape[found.axis]} long, not {site.samples}"
+            else:
+                site.outer, site.inner = rows
+
+    @property
+    def embeds(self) -> bool:
+        return isinstance(self.module, nn.Embedding)
 
     def stage(
         self,
@@ -96,12 +120,12 @@ class Tap:
                 self.ledgers[name].check.ask()
         with quietly(gradient.device):
             try:
-                if self.mismatch is not None:
-                    raise Doubt(self.mismatch)
                 uses = list(self.layer.formulas[part](self.module, gradient, saved, site))
                 eps = widest([gradient.dtype, *[tensor.dtype for tensor in saved]])
                 for name, use in uses:
                     if name in site.wanted:
+                        if site.samples is not None and site.folds:
+                            use = use.folded(site.outer, site.samples, site.inner)
                         use.eps, use.output_gradients = eps, (gradient,)
                         if name in asked:
                             use.place = self.ledgers[name].place()
@@ -111,7 +135,7 @@ class Tap:
                             site, self._settled(name, use, made.get(name)) if site.compiled else use
                         )
             except Doubt as doubt:
-                if isinstance(doubt, Mismatch):
+                if isinstance(doubt, Mismatch) and not self.recorder.batch_axis.followed:
                     self.mismatch = str(doubt)
                 for name in site.wanted:
                     self.ledgers[name].doubt(str(doubt))
@@ -169,9 +193,13 @@ def watch(tap: Tap, output: Tensor, saved: Sequence[Tensor], part: str = "") -> 
         training = tap.module is not None and tap.module.training
         watched: Tensor = torch.ops.gradwire.tap(output, list(saved), tap.recorder.clock, tap.key, part, training)
         return watched
+    if tap.recorder.following is not None:
+        tap.recorder.following.note(tap, part, output)
+        return output
     if not output.requires_grad:
         return output
-    result: Tensor = Watch.apply(output, tap, part, tap.site(), *saved)  # type: ignore[no-untyped-call]
+    site = tap.site(part, output, tap.recorder.now(), tap.wanted())
+    result: Tensor = Watch.apply(output, tap, part, site, *saved)  # type: ignore[no-untyped-call]
     return result
 
 

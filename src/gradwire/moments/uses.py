@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gradwire.moments.site import Doubt
 from gradwire.moments.together import LINEARS, Problem, choose, chunk_of, exact_dtype, wide_products
 
 
@@ -36,6 +37,11 @@ def norm(tensor: Tensor) -> Tensor:
     """In float32 at least: a half's square underflows. A norm's norm is itself."""
     found: Tensor = torch.linalg.vector_norm(tensor, dtype=exact_dtype(tensor))
     return found
+
+
+def rows_of_samples(tensor: Tensor, outer: int, samples: int, inner: int) -> Tensor:
+    """[outer * B * inner, ..] -> [B, outer * inner, ..]."""
+    return tensor.reshape(outer, samples, inner, *tensor.shape[1:]).movedim(1, 0).flatten(1, 2)
 
 
 class Use(ABC):
@@ -88,6 +94,10 @@ class Use(ABC):
     def noise(self) -> float:
         """The size of the terms that the total is a sum of: times eps, the rounding in it, however small it is."""
         return sum(float(norm(gradient)) for gradient in self.output_gradients)
+
+    def folded(self, outer: int, samples: int, inner: int) -> Use:
+        """Of [outer, samples, inner] rows, which were taken for samples, as one of the samples."""
+        raise Doubt("a sample has several rows here, which this layer's formula does not follow")
 
     def join(self, others: Sequence[Use]) -> Use | None:
         """This use and others of its own class on the same samples, as one; None: sample by sample is the best."""
@@ -160,6 +170,11 @@ class Positions(Use):
         else:
             super().write(out)
 
+    def folded(self, outer: int, samples: int, inner: int) -> Positions:
+        """The rows are positions too."""
+        left, right = (rows_of_samples(side, outer, samples, inner).flatten(1, 2) for side in (self.left, self.right))
+        return Positions(left, right)
+
     def join(self, others: Sequence[Use]) -> Use:
         """Concatenated along T: (sum of uses)^2 with all cross terms."""
         uses = [self, *(other for other in others if isinstance(other, Positions))]
@@ -191,6 +206,9 @@ class Direct(Use):
             torch.sum(self.contributions.square(), 0, out=out)
         else:
             self.hand_over(out)
+
+    def folded(self, outer: int, samples: int, inner: int) -> Direct:
+        return Direct(rows_of_samples(self.contributions, outer, samples, inner).sum(1), self.kind)
 
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Direct))]
@@ -243,10 +261,21 @@ class Rows(Use):
         sums = by_row(self.values, segment, n_values)
         out += by_row(sums.square_(), row, self.rows)
 
+    def folded(self, outer: int, samples: int, inner: int) -> Rows:
+        owner = self.owner // inner % max(1, samples)
+        return Rows(owner, self.ids, self.values, samples, self.rows, self.regular and outer == 1)
+
     def join(self, others: Sequence[Use]) -> Use:
         uses = [self, *(other for other in others if isinstance(other, Rows))]
-        owner, ids, values = (torch.cat([getattr(use, name) for use in uses]) for name in ("owner", "ids", "values"))
-        return Rows(owner, ids, values, self.samples, self.rows)
+        regular = all(use.regular for use in uses) and self.samples > 0
+
+        def joined(name: str) -> Tensor:
+            parts = [getattr(use, name) for use in uses]
+            if not regular:
+                return torch.cat(parts)
+            return torch.cat([part.unflatten(0, (self.samples, -1)) for part in parts], 1).flatten(0, 1)
+
+        return Rows(joined("owner"), joined("ids"), joined("values"), self.samples, self.rows, regular)
 
 
 @dataclass

@@ -1,0 +1,177 @@
+"""Step 1, moments: where the samples lie in what each layer puts out: followed through the model, not measured.
+
+An axis that is as long as the batch may be so by chance: positions of a block as long as the batch, tokens that an
+expert happens to get. So the model is run once on fake tensors whose batch has a symbol for its size
+(symbolic_forward.py), and what every layer then puts out says where the samples are, whatever the numbers are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.moments.registry import inner_of
+
+if TYPE_CHECKING:
+    from gradwire.moments.recorder import Recorder
+
+Key = tuple[str, str, int]  # the layer's name, its part, the number of dims of what it puts out
+MOST = 8  # kinds of input that are followed: sequences may come in every length
+REST = 0  # rows in front of or behind each sample's: as many as there are
+NOT_MET = "it was not called when the batch axis was followed through the model"
+SEVERAL = "it is called with the samples along different axes, and which call this is cannot be told"
+NOWHERE = "no axis of what it puts out is the batch's: it is the same for all samples"
+POSITIONS = NOWHERE + '; if it is positions, added to every sample alike, say batch_dim={its module: "positions"}'
+BY_DATA = "which sample each of its rows belongs to is decided by the data"
+MIXED = "how the samples lie in its rows cannot be told"
+COMPILED = "the whole model is compiled, and nothing can be followed through it"
+
+
+@dataclass(frozen=True)
+class Where:
+    """Along `axis` lie [outer, B, inner]: one, the other or both may be 1. doubt: why there is no such axis."""
+
+    axis: int | None
+    outer: int = 1
+    inner: int = 1
+    doubt: str | None = None
+
+    def rows(self, length: int, samples: int) -> tuple[int, int] | None:
+        """(outer, inner) of an axis of this length; None where they do not fit."""
+        outer, inner = self.outer, self.inner
+        if outer == REST:
+            outer = length // max(1, samples * inner) if samples else 1
+        elif inner == REST:
+            inner = length // max(1, samples * outer) if samples else 1
+        return (outer, inner) if outer * samples * inner == length else None
+
+
+class BatchAxis:
+    """What is known of one model: it may be shared by all recorders of copies of it."""
+
+    def __init__(self, axis: int | None) -> None:
+        self.axis = axis  # of the samples in what the model is called on
+        self.failure: str | None = "it was not called yet"
+        self.input: str | None = None  # the name of the tensor that they are counted in
+        self._known: dict[Key, set[Where]] = {}
+        self._followed: set[Any] = set()
+        self._missing = False
+
+    @property
+    def followed(self) -> bool:
+        return self.failure is None
+
+    def learn(self, recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Before a forward: follows inputs of a kind that has not been seen yet."""
+        if self.axis is None or recorder.batch is None:
+            return
+        kind = (kind_of((args, kwargs), self.axis, recorder.batch), root.training)
+        if len(self._followed) >= MOST or (kind in self._followed and not self._missing):
+            return
+        from gradwire.moments.symbolic_forward import CannotFollow, follow  # it takes half a second to import
+
+        self.input = input_name(root, args, kwargs)
+        self._followed.add(kind if kind not in self._followed else (kind, len(self._followed)))
+        self._missing = False
+        try:
+            notes = follow(recorder, root, args, kwargs, self.axis)
+        except CannotFollow as error:
+            self.give_up(str(error))
+            return
+        self.failure = None
+        for key, where in notes:
+            self._known.setdefault(key, set()).add(where)
+
+    def give_up(self, why: str) -> None:
+        """Nothing can be followed; what is known stays known."""
+        if not self._known:
+            self.failure = why
+
+    def find(self, name: str, part: str, dims: int, embeds: bool = False) -> Where | None:
+        """Where the samples lie in what a layer puts out; None: nothing was followed, so it has to be measured."""
+        if not self.followed:
+            return None
+        known = self._known.get((name, part, dims))
+        if known is None:
+            self._missing = True
+            return Where(None, doubt=NOT_MET)
+        if len(known) > 1:
+            return Where(None, doubt=SEVERAL)
+        (where,) = known
+        return Where(None, doubt=POSITIONS) if embeds and where.doubt == NOWHERE else where
+
+    def describe(self, samples: int | None) -> str:
+        """For the report: how many samples the last pass had and where they were looked for."""
+        if self.axis is None:
+            return "samples: batch_dim says that the model's input has no axis of them"
+        named = f" `{self.input}`" if self.input else ""
+        count = "not known yet" if samples is None else samples
+        said = f"samples: {count}, axis {self.axis} of the first input{named}"
+        if self.followed:
+            return said
+        return f"{said}; in layers the axes that are as long, since they could not be followed: {self.failure}"
+
+
+def kind_of(given: Any, axis: int, batch: int) -> Any:
+    """What may decide which way a forward takes: shapes but for the batch's size, and what is no tensor."""
+    if isinstance(given, Tensor):
+        shape = tuple(given.shape)
+        batched = len(shape) > axis and shape[axis] == batch
+        return (given.dtype, (*shape[:axis], None, *shape[axis + 1 :]) if batched else shape)
+    if isinstance(given, Mapping):
+        return tuple((key, kind_of(value, axis, batch)) for key, value in given.items())
+    if isinstance(given, list | tuple):
+        return tuple(kind_of(value, axis, batch) for value in given)
+    return given if given is None or isinstance(given, bool | int | str) else type(given)
+
+
+def input_name(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
+    """The name of the first argument that holds a tensor."""
+    for place, value in enumerate(args):
+        if first_tensor(value) is not None:
+            names = list(inspect.signature(type(inner_of(root)).forward).parameters)[1:]
+            return names[place] if place < len(names) else None
+    return next((key for key, value in kwargs.items() if first_tensor(value) is not None), None)
+
+
+def batch_size(given: Any, axis: int | None) -> int | None:
+    """The size of that axis of the first tensor among nested arguments; None where there is none."""
+    tensor = first_tensor(given)
+    return None if tensor is None or axis is None or tensor.ndim <= axis else tensor.shape[axis]
+
+
+def token_count(given: Any) -> int | None:
+    """T where the model is called on token ids [B, T, ..]; None otherwise."""
+    tensor = first_tensor(given)
+    if tensor is None or tensor.ndim < 2 or tensor.is_floating_point() or tensor.is_complex():
+        return None
+    return None if tensor.dtype == torch.bool else tensor.shape[1]
+
+
+def tensors_in(given: Any) -> Iterator[Tensor]:
+    """All tensors among nested outputs."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, Mapping):
+        yield from tensors_in(list(given.values()))
+    elif isinstance(given, list | tuple):
+        for item in given:
+            yield from tensors_in(item)
+
+
+def first_tensor(given: Any) -> Tensor | None:
+    if isinstance(given, Tensor):
+        return given
+    if isinstance(given, Mapping):
+        given = list(given.values())
+    if isinstance(given, list | tuple):
+        for item in given:
+            found = first_tensor(item)
+            if found is not None:
+                return found
+    return None
