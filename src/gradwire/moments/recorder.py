@@ -126,7 +126,7 @@ class Recorder:
                     f"strict=True wants exact moments, but that of {name!r} (shape {tuple(param.shape)}) "
                     f"can only be estimated: {never}. Replace the layer, or attach with strict=False"
                 )
-            ledger = Ledger(name, param, self, never, raw if held else inventory.RAW.format(kind="module unknown"))
+            ledger = Ledger(name, param, self, never, raw if held else inventory.UNKNOWN.format(kind="module unknown"))
             ledger.shared = len(held) > 1
             self.ledgers[name] = ledger
             plans.append((ledger, held))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch._refs
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import (
@@ -51,6 +52,8 @@ REORDER = (
     *(aten.take.default, aten.sort.default, aten.sort.stable, aten.topk.default, aten.roll.default),
     *(aten.flip.default, aten.argsort.default, aten.argsort.stable, aten.as_strided.default),
 )
+# C++ that asks for numbers where there are symbols, and the same in Python
+IN_PYTHON = {aten.constant_pad_nd.default: torch._refs.constant_pad_nd}
 PARTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.unbind.int, aten.chunk.default)
 
 
@@ -203,7 +206,7 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return math.prod(map(self.expr, tensor.shape[axis + 1 :]), start=sympy.Integer(1))
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made = IN_PYTHON.get(func, func)(*args, **(kwargs or {}))
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         for output in pytree.tree_leaves(made):
             if isinstance(output, Tensor) and any(isinstance(size, torch.SymInt) for size in output.shape):
