@@ -28,7 +28,7 @@ def attach_wrong():
     model = scenes.ddp(scenes.net())
     messages = {
         "bare": caught(lambda: gradwire.attach(scenes.net(), VGC()), AttachError),
-        "string": caught(lambda: gradwire.attach(model, "vgc"), TypeError),
+        "string": caught(lambda: gradwire.attach(model, "vcg"), ValueError),
         "class": caught(lambda: gradwire.attach(model, VGC), TypeError),
         "sparse": caught(lambda: gradwire.attach(scenes.ddp(nn.Embedding(4, 3, sparse=True)), VGC()), AttachError),
         "complex": caught(
@@ -53,7 +53,7 @@ def test_what_cannot_be_attached(spawn):
     messages = spawn(1, attach_wrong)[0]
     for key, text in {
         "bare": "wrap it first, model = DistributedDataParallel(net)",
-        "string": "gradwire.VGC(alpha=1.5)",
+        "string": "unknown compressor 'vcg'; known: dense, bf16,",
         "class": "expected a compressor",
         "sparse": "sparse=False",
         "complex": "view_as_real",
@@ -118,13 +118,18 @@ def second_backward(remedy):
         with model.no_sync():
             nn.functional.cross_entropy(model(x), y).backward()
         optimizer.zero_grad()
-    elif remedy == "frozen":
+    elif remedy == "backward alone":
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        with model.no_sync():
+            loss.backward()
+    elif remedy in ("frozen", "frozen, through DDP"):
         model.requires_grad_(False)
         inputs = x.clone().requires_grad_()
-        nn.functional.cross_entropy(model.module(inputs), y).backward()
+        nn.functional.cross_entropy((model if "DDP" in remedy else model.module)(inputs), y).backward()
         model.requires_grad_(True)
     between = wire.state_dict()["parameters"]
-    untouched = all(torch.equal(before[n]["residual"], between[n]["residual"]) for n in before) or remedy == "none"
+    untouched = all(torch.equal(before[n]["residual"], between[n]["residual"]) for n in before)
     x, y = scenes.batch(3)
     optimizer.zero_grad()
     message = caught(lambda: nn.functional.cross_entropy(model(x), y).backward())
@@ -133,9 +138,11 @@ def second_backward(remedy):
     return message, untouched, kept, scenes.digest(p.grad for p in model.parameters() if p.grad is not None)
 
 
-def test_a_second_synced_backward_is_refused_and_names_the_remedies(spawn):
-    for message, _, kept, _ in spawn(2, second_backward, "none"):
-        assert "no_sync()" in message
+@pytest.mark.parametrize("case", ["none", "backward alone"])
+def test_a_second_synced_backward_is_refused_and_names_the_remedies(spawn, case):
+    """no_sync() around the backward alone is no remedy: DDP decides in the forward whether it exchanges."""
+    for message, _, kept, _ in spawn(2, second_backward, case):
+        assert "put that forward and its backward both under `with model.no_sync():`" in message
         assert "requires_grad_(False)" in message
         assert "skip_step()" in message
         assert kept  # nothing of the foreign gradient got into r
@@ -143,7 +150,7 @@ def test_a_second_synced_backward_is_refused_and_names_the_remedies(spawn):
 
 def test_the_remedies_keep_the_foreign_gradient_out(spawn):
     straight = spawn(2, second_backward, "nothing between")
-    for remedy in ("no_sync", "frozen"):
+    for remedy in ("no_sync", "frozen", "frozen, through DDP"):
         for (message, untouched, _, prints), (_, _, _, expected) in zip(
             spawn(2, second_backward, remedy), straight, strict=True
         ):
@@ -229,24 +236,31 @@ def test_when_a_worker_dies_the_others_end_with_an_error():
         workers.close()
 
 
-def never_comes(absent):
+def never_comes(instead):
+    """Rank 1 does something else, or waits longer than the others have patience."""
     model = scenes.ddp(scenes.net())
-    if dist.get_rank() == absent:
-        time.sleep(60)  # it is ended before
     begin = time.monotonic()
-    return caught(lambda: gradwire.attach(model, VGC())), time.monotonic() - begin
+    if dist.get_rank() == 1:
+        act = {"waits": lambda: time.sleep(6), "trains": lambda: list(scenes.train(model, range(2), scenes.sgd(model)))}
+        return caught(act[instead]), time.monotonic() - begin, ""
+    try:
+        gradwire.attach(model, VGC())
+    except GradwireError as error:
+        return str(error), time.monotonic() - begin, type(error.__cause__).__name__
+    return "no error", time.monotonic() - begin, ""
 
 
 @pytest.mark.slow
-def test_a_rank_that_never_attaches_is_met_by_the_timeout():
-    workers = Workers(2, timeout=4)
+@pytest.mark.parametrize("instead", ["waits", "trains"])
+def test_a_rank_that_never_attaches_is_met_by_the_timeout_which_says_so(instead):
+    workers = Workers(2, timeout=3)
     try:
-        for pipe in workers.pipes:
-            pipe.send((never_comes, (1,)))
-        ((message, seconds),) = workers.results([0])
+        (message, seconds, cause), _ = workers.run(never_comes, instead)
     finally:
         workers.close()
-    assert message != "no error"
+    assert "rank 0 waited 3 s for the others in gradwire.attach (or wire.compressor = ..." in message
+    assert "not all ranks call it, in the same order" in message
+    assert cause == "RuntimeError"  # Gloo's own words
     assert 2 < seconds < 8
 
 

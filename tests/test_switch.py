@@ -120,7 +120,7 @@ def refused_attach(case):
             gradwire.attach(model, VGC(alpha=1.0 + dist.get_rank()))
         else:
             wire = gradwire.attach(model, Dense())
-            wire.compressor = {"class": VGC, "string": "vgc"}[case]
+            wire.compressor = {"class": VGC, "string": "vcg"}[case]
     except Exception as error:
         message = str(error)
     prints = []

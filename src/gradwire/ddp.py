@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,19 +10,19 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.compressors.base import Compressor
-from gradwire.errors import AttachError, GradwireError
+from gradwire.errors import WRAPPED_ANEW, AttachError, GradwireError
 from gradwire.link import Link
 from gradwire.plain import Plain
+from gradwire.wrappers import MIXED_PRECISION, refusal
 
-_switches: weakref.WeakKeyDictionary[DistributedDataParallel, "Switch"] = weakref.WeakKeyDictionary()
+ATTRIBUTE = "_gradwire_switch"  # of the net, whatever wraps it: there the next wrapping finds the link
 
 
 class Switch:
     """The hook's state. A hook registers once in a DDP model's life, so it delegates to the link there is now."""
 
-    def __init__(self, model: DistributedDataParallel | None = None, link: Link | None = None) -> None:
-        self.model: Callable[[], DistributedDataParallel | None] = weakref.ref(model) if model else lambda: None
-        self.link = link
+    def __init__(self, model: DistributedDataParallel, link: Link) -> None:
+        self.model, self.link = weakref.ref(model), link
 
     def register(self) -> None:
         model = self.model()
@@ -34,16 +33,17 @@ class Switch:
             raise AttachError(f"DDP refuses a communication hook: {error}. Does the model have another one?") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copied or pickled DDP model lists its hook and is not attached."""
-        return Switch, ()
+        """A copied or pickled model is not attached, and loads where gradwire is not installed."""
+        return bool, ()
 
 
 def _hook(switch: Switch, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     link, model = switch.link, switch.model()
-    assert link is not None
     assert model is not None  # it calls us
     if model._join_config.enable:
         raise GradwireError("gradwire does not work under Join: give every rank the same number of batches")
+    if link.over:
+        raise GradwireError(WRAPPED_ANEW)
     return link.exchange(bucket)
 
 
@@ -64,22 +64,23 @@ def attach_link(
 
     lazily: Dense is left to DDP itself, until another method is used.
     """
-    model = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
-    if not isinstance(model, DistributedDataParallel):
-        raise AttachError(
-            f"expected a DistributedDataParallel model, got {type(model).__name__}: wrap it first, "
-            "model = DistributedDataParallel(net), then gradwire.attach(model, ...)"
-        )
-    switch = _switches.get(model)
-    if switch is not None and switch.link is not None and switch.link.attached:
+    ddp = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
+    if not isinstance(ddp, DistributedDataParallel):
+        raise AttachError(refusal(model))
+    net = getattr(ddp.module, "_orig_mod", ddp.module)
+    found: Switch | None = net.__dict__.get(ATTRIBUTE) or None
+    own = found is not None and found.model() is ddp
+    if found is not None and own and found.link.attached:
         raise AttachError("this model is attached already: set wire.compressor = ..., or wire.detach() it first")
-    _check_parameters(model)
-    if switch is None or switch.link is None:
-        switch = _unhooked(model, scaler, moments)
-    else:
+    _check_parameters(ddp)
+    if found is not None and own and not found.link.over:
+        switch = found
         switch.link.reopen(scaler, moments)
+    else:
+        switch = _unhooked(ddp, scaler, moments)
+        if found is not None:
+            switch.link.take_over(found.link)
     link = switch.link
-    assert link is not None
     try:
         link.use(compressor)
         if not lazily:
@@ -87,13 +88,17 @@ def attach_link(
     except BaseException:
         link.close()
         raise
-    _switches[model] = switch
+    net.__dict__[ATTRIBUTE] = switch
     return link
 
 
-def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> "Switch":
+def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> Switch:
     """A link beside the model; `register` puts it in between."""
     if other := model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
+        if other == _hook.__qualname__:
+            raise AttachError(
+                "this model was attached before its net was wrapped anew: wrap it once more, or keep the newer"
+            )
         raise AttachError(f"DDP takes one communication hook, and the model has another one: {other}")
     link = Link(model, model.process_group, named_parameters(model), scaler, moments)
     switch = Switch(model, link)
@@ -102,6 +107,8 @@ def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, An
 
 
 def _check_parameters(model: DistributedDataParallel) -> None:
+    if model.mixed_precision is not None:
+        raise AttachError(MIXED_PRECISION)
     parameters = named_parameters(model)
     exchanged = model._get_ddp_logging_data()["num_parameter_tensors"]  # type: ignore[no-untyped-call]
     if len(parameters) != exchanged:

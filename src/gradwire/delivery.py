@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,7 @@ from gradwire.compressors.base import (
     tensors,
 )
 from gradwire.compressors.held import everything
+from gradwire.errors import GradwireError
 from gradwire.exchange import Courier
 from gradwire.parcels import Parcel, Sent, Step
 from gradwire.stats import Meter
@@ -222,6 +224,17 @@ class Delivery:
         for future in step.beside:
             if not future.done():
                 future.set_exception(error)  # type: ignore[arg-type]
+
+    def abandon(self, step: Step) -> None:
+        """Takes back a step that nobody will finish, after what of it is on its way."""
+        taken_back = threading.Event()
+
+        def fail() -> None:
+            self._fail(step, GradwireError("this step was given up: its net was wrapped and attached anew"))
+            taken_back.set()
+
+        self._courier.submit(fail)
+        taken_back.wait()
 
     @contextlib.contextmanager
     def _on_stream(self, parcel: Parcel) -> Iterator[None]:

@@ -30,7 +30,12 @@ class MomentError(GradwireError):
 
 SECOND_BACKWARD = (
     "a second synced backward came before an optimizer step: its gradient would mix with what was already exchanged. "
-    "If you accumulate, or another model's loss runs through this one (a GAN), wrap that backward in model.no_sync() "
-    "or set requires_grad_(False) on this model while it runs. If you skipped an optimizer step on purpose, or update "
-    "the parameters through .data without a torch optimizer, call wire.skip_step() after the backward."
+    "If you accumulate, or another model's loss runs through this one (a GAN), put that forward and its backward both "
+    "under `with model.no_sync():` (DDP decides in the forward), or set requires_grad_(False) on this model while they "
+    "run. If you skipped an optimizer step on purpose, or update the parameters through .data without a torch "
+    "optimizer, call wire.skip_step() after the backward."
+)
+WRAPPED_ANEW = (
+    "this DistributedDataParallel model is not attached any more: its net was wrapped anew, and the newer model "
+    "attached. Train that one"
 )

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.errors import DisagreementError
+from gradwire.errors import DisagreementError, GradwireError
 
 # torch 2.13 renames all_gather_into_tensor and warns about the old name, which is the only one before it
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -24,6 +25,10 @@ all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gat
 Work = queue.SimpleQueue[Callable[[], None] | None]
 
 DIRECT_BYTES = 8 << 10  # of a message: what is larger goes over Gloo's ring
+ALONE = (
+    "rank {} waited {:.0f} s for the others in gradwire.attach (or wire.compressor = ..., detach, load_state_dict): "
+    "the likely reason is that not all ranks call it, in the same order, or that one has ended ({})"
+)
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
 
 
@@ -152,8 +157,12 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], device: torch.devi
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     world_size = dist.get_world_size(group)
     received = sent.new_empty(world_size * len(sent))
-    all_gather(received, sent, group=group)
-    rows = received.view(world_size, len(facts), -1).cpu()
+    began = time.monotonic()
+    try:
+        all_gather(received, sent, group=group)
+        rows = received.view(world_size, len(facts), -1).cpu()
+    except RuntimeError as error:
+        raise GradwireError(ALONE.format(dist.get_rank(group), time.monotonic() - began, error)) from error
     for number, key in enumerate(facts):
         column = [bytes(row.tolist()) for row in rows[:, number]]
         if len(set(column)) > 1:

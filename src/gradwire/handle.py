@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradwire import checkpoint
-from gradwire.compressors import BF16, VGC, Compressor, Dense, from_spec
-from gradwire.compressors.base import checked
+from gradwire.compressors import BF16, VGC, Compressor, Dense, compressor_of
 from gradwire.ddp import attach_link
 from gradwire.errors import GradwireError
 from gradwire.link import Link
@@ -38,8 +37,10 @@ def attach(
 ) -> Wire:
     """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
 
-    compressor: such as VGC(alpha=1.5), or "auto": measures the link and the steps, chooses among Dense and `methods`
-    (BF16 and VGC if nothing is said; also by their specs, "vgc:alpha=1"), says why, and anew when the link changes.
+    A net that was attached before and is wrapped anew goes on with what was held back; its older wire ends.
+
+    compressor: such as VGC(alpha=1.5) or its spec, "vgc:alpha=1.5"; or "auto": measures the link and the steps,
+    chooses among Dense and `methods` (BF16 and VGC if nothing is said), says why, and anew when the link changes.
     scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
     strict: refuse parameters whose second moment can only be estimated.
     batch_dim: the sample axis, or {module name: axis} where a part of the model has another one, None where it has
@@ -48,15 +49,11 @@ def attach(
     """
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
     if compressor == AUTO:
-        allowed = [_method(one) for one in (methods if methods is not None else (BF16(), VGC()))]
+        allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
         return _piloted(attach_link(model, Dense(), scaler, moments, lazily=True), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
-    return Wire(attach_link(model, checked(compressor), scaler, moments))
-
-
-def _method(given: Compressor | str) -> Compressor:
-    return from_spec(given) if isinstance(given, str) else checked(given)
+    return Wire(attach_link(model, compressor_of(compressor), scaler, moments))
 
 
 def _piloted(link: Link, methods: Sequence[Compressor]) -> Wire:
@@ -86,13 +83,13 @@ class Wire:
         return self._link.compressor
 
     @compressor.setter
-    def compressor(self, compressor: Compressor) -> None:
+    def compressor(self, compressor: Compressor | str) -> None:
         """Changes the method between two steps; the residual and the variance are carried over. Collective."""
-        link = self._live()
+        link, method = self._live(), compressor_of(compressor)
         if self._pilot is not None:
             self._pilot.stop()
             self._pilot = None
-        link.use(compressor)
+        link.use(method)
 
     @property
     def verdict(self) -> Verdict | None:
@@ -172,5 +169,5 @@ class Wire:
 
     def _live(self) -> Link:
         if not self._link.attached:
-            raise GradwireError("this wire is detached: attach the model again")
+            raise GradwireError("this wire is detached, or a newer one has its net: attach the model again")
         return self._link

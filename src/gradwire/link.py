@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from gradwire.capacity import Capacity, Plan
 from gradwire.compressors.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
 from gradwire.compressors.dense import Dense
 from gradwire.delivery import Delivery
-from gradwire.errors import SECOND_BACKWARD, GradwireError
+from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
 from gradwire.exchange import agree, courier_of
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
@@ -58,6 +59,7 @@ class Link:
         self.n_parameters = sum(p.numel() for p in self.parameters.values())
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._strides = {name: parameter.stride() for name, parameter in self.parameters.items()}
         self._compressor: Compressor = Dense()  # a link that nobody could set up is plain DDP
         self._next: Compressor | None = None  # takes over after one dense step, which takes what is held back along
         self.recorder: Recorder | None = None
@@ -67,7 +69,7 @@ class Link:
         self.capacity = Capacity.of_model(root, self.parameters, self.world_size)
         self.budget = Budget(self.world_size)
         self.steps = 0
-        self.attached = True
+        self.attached, self.over = True, False
         self.on_step: list[Callable[[], None]] = []
         self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
         self.clock: Clock | None = None  # is told when buckets are ready and back
@@ -91,15 +93,17 @@ class Link:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
         agree(self.group, self._facts(checked(compressor)), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
+        waits = not holds_back(compressor) and holds_back(self._compressor) and bool(self.store.residuals())
+        working = self._compressor if waits else compressor  # in the step that comes
         recorder, delivery = self.recorder, self._delivery
-        if compressor.needs_moments and recorder is None:
+        if working.needs_moments and recorder is None:
             recorder = self._record()
-        if not is_sum(compressor) and delivery is None:
+        if not is_sum(working) and delivery is None:
             delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
-        if not isinstance(compressor, Dense):
+        if not isinstance(working, Dense):
             self.hook_up()
         self.recorder, self._delivery, self._small = recorder, delivery, small  # nothing can fail from here on
-        if not holds_back(compressor) and holds_back(self._compressor) and self.store.residuals():
+        if waits:
             self._next = compressor
         else:
             self._install(compressor)
@@ -120,9 +124,8 @@ class Link:
     def _install(self, compressor: Compressor) -> None:
         self._compressor, self._next = compressor, None
         self.budget.use(compressor, self.capacity)
-        if not compressor.needs_moments and self.recorder is not None:
-            self.recorder.remove()
-            self.recorder = None
+        if not compressor.needs_moments:
+            self._stop_recording()
         if not holds_back(compressor):
             self.store.prune()
             self._compressed.clear()
@@ -134,7 +137,11 @@ class Link:
     def close(self) -> None:
         """After an attach that failed: forwards and hooks as they were."""
         self.attached = False
-        if self._next is None and self.recorder is not None and is_sum(self._compressor):
+        if self._next is None and is_sum(self._compressor):
+            self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        if self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
 
@@ -151,6 +158,45 @@ class Link:
         if self.recorder is not None:
             self.recorder.remove()
             self.recorder = self._record()
+
+    def take_over(self, older: Link) -> None:
+        """Goes on where the link of an earlier wrapping of the same net stands, which is over from now on.
+
+        What it holds back comes along where the parameter is the same and has its elements in the same order.
+        """
+        older.end()
+        if older.group is not self.group:
+            if older.store.residuals():
+                warnings.warn(
+                    "gradwire: this net was attached before, in another process group: what was held back there is "
+                    "dropped, since the workers may be others",
+                    stacklevel=4,
+                )
+            return
+        same = {n for n, p in self.parameters.items() if older.parameters.get(n) is p}
+        same = {name for name in same if older._strides[name] == self._strides[name]}
+        self.store.set({n: fields for n, fields in older.store.items() if n in same}, dict(older.store.powers))
+        self.capacity.passed = {n: count for n, count in older.capacity.passed.items() if n in same}
+        self.capacity.since_dense = older.capacity.since_dense
+        self.steps, self._compressed = older.steps, older._compressed & same
+        self._install(older._compressor)
+        self.budget.restore(older.budget.step_ns)
+
+    def end(self) -> None:
+        """Another link has this one's net: the modules are as they were, and the model around them trains no more."""
+        if self.over:
+            return
+        self.attached, self.over = False, True
+        self.on_step.clear()
+        self.clock = self.between_steps = None
+        root = self._root()
+        if root is not None:
+            self.hook_up()
+            root.register_forward_pre_hook(_refuse)  # a backward that raises would leave DDP's reducer in the middle
+        self._stop_recording()
+        self.unused.watch({})
+        if self._delivery is not None and not self._step.done:
+            self._delivery.abandon(self._step)
 
     def _facts(self, compressor: Compressor) -> dict[str, str]:
         tensors = "\n".join(f"{name} {tuple(p.shape)} {p.stride()} {p.dtype}" for name, p in self.parameters.items())
@@ -232,6 +278,8 @@ class Link:
 
     def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
+        if self.over:
+            return
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
             self._advice(self._compressor, optimizer)
@@ -293,3 +341,8 @@ class Link:
     def _bind(self, name: str, destination: Tensor) -> None:
         if self.recorder is not None:
             self.recorder.bind(name, destination)
+
+
+def _refuse(model: nn.Module, args: object) -> None:
+    if torch.is_grad_enabled():
+        raise GradwireError(WRAPPED_ANEW)

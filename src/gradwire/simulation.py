@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradwire import checkpoint, randomness
 from gradwire.branches import Branches
-from gradwire.compressors import Compressor
+from gradwire.compressors import Compressor, compressor_of
 from gradwire.compressors.base import of_slot, powers
 from gradwire.errors import AttachError, CheckpointError
 from gradwire.layout import Layout, in_shape
@@ -24,7 +24,7 @@ from gradwire.stats import Stats
 
 def simulate(
     model: nn.Module,
-    compressor: Compressor,
+    compressor: Compressor | str,
     loss: Loss,
     *,
     workers: int,
@@ -38,6 +38,7 @@ def simulate(
 ) -> Simulation:
     """W workers that train `model`, each with its own samples, batch-norm statistics and compressor state.
 
+    compressor: such as VGC(alpha=1.5), or its spec, "vgc:alpha=1.5".
     loss: (module, *batch) -> the loss of one worker; it is called with a copy of the model.
     seed: of the workers' random numbers (dropout), as `gradwire train --seed`.
     capture: the workers' passes as one CUDA graph; None: on a GPU.
@@ -51,7 +52,7 @@ def simulate(
     if not model.training:
         raise AttachError("simulate wants a model that trains: model.train()")
     moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
-    return Simulation(model, compressor, loss, workers, seed, capture, messages, moments)
+    return Simulation(model, compressor_of(compressor), loss, workers, seed, capture, messages, moments)
 
 
 class Simulation:
@@ -105,8 +106,9 @@ class Simulation:
         return self.ranks.compressor  # type: ignore[no-any-return]
 
     @compressor.setter
-    def compressor(self, compressor: Compressor) -> None:
+    def compressor(self, given: Compressor | str) -> None:
         """The same method with other options, from the next step on; what is held back stays."""
+        compressor = compressor_of(given)
         if type(compressor) is not type(self.compressor):
             raise TypeError(f"a simulation of {self.compressor!r} goes on with the same method, not {compressor!r}")
         if compressor.needs_moments and not self.moments.numel():

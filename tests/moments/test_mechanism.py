@@ -206,7 +206,7 @@ def test_remove_restores_everything() -> None:
 def test_a_second_recorder_on_one_model_is_refused() -> None:
     net = small()
     recorder = Recorder(net, trainable(net))
-    with pytest.raises(AttachError, match=r"'0' \(Linear\) is being recorded already; wire\.detach\(\) the first"):
+    with pytest.raises(AttachError, match=r"'0' \(Linear\) is being recorded already, for another model"):
         Recorder(net, trainable(net))
     recorder.remove()
 

@@ -1,4 +1,4 @@
-"""Two forward passes before one backward: a Siamese net's are of the same samples, and add up before they are squared."""
+"""Two forward passes before one backward: a Siamese net's are of the same samples, and add up before the square."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from gradwire.compressors.powersgd import PowerSGD
 from gradwire.compressors.qsgd import QSGD
 from gradwire.compressors.randomk import RandomK
 from gradwire.compressors.signsgd import SignSGD
-from gradwire.compressors.spec import METHODS, from_spec, to_spec
+from gradwire.compressors.spec import METHODS, compressor_of, from_spec, to_spec
 from gradwire.compressors.strom import Strom
 from gradwire.compressors.terngrad import TernGrad
 from gradwire.compressors.topk import TopK
@@ -43,6 +43,7 @@ __all__ = [
     "Sum",
     "TernGrad",
     "TopK",
+    "compressor_of",
     "from_spec",
     "to_spec",
 ]

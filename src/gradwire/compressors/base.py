@@ -193,7 +193,9 @@ Compressor = Stateful | Sum
 def checked(given: Any) -> Compressor:
     """`given`, if it is a compressor."""
     if isinstance(given, type) or not isinstance(given, Gather | Rounds | Sum):
-        raise TypeError(f"expected a compressor such as gradwire.VGC(alpha=1.5), got {given!r}")
+        raise TypeError(
+            f"expected a compressor such as gradwire.VGC(alpha=1.5), or its spec, 'vgc:alpha=1.5', got {given!r}"
+        )
     return given
 
 

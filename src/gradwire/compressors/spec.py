@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from gradwire.compressors.adacomp import AdaComp
-from gradwire.compressors.base import Compressor
+from gradwire.compressors.base import Compressor, checked
 from gradwire.compressors.bf16 import BF16
 from gradwire.compressors.dense import Dense
 from gradwire.compressors.fp8 import FP8
@@ -64,6 +64,11 @@ def from_spec(spec: str) -> Compressor:
         if field.default is MISSING and field.name not in options:
             raise ValueError(f"{name} has no default for {field.name}: write {name.lower()}:{field.name}=value")
     return method(**options)  # type: ignore[no-any-return]
+
+
+def compressor_of(given: Compressor | str) -> Compressor:
+    """A compressor, or the one that a spec names."""
+    return from_spec(given) if isinstance(given, str) else checked(given)
 
 
 def to_spec(compressor: Any) -> str:

@@ -1,8 +1,8 @@
 """Step 1, moments: where the samples lie in what each layer puts out: followed through the model, not measured.
 
 An axis that is as long as the batch may be so by chance: positions of a block as long as the batch, tokens that an
-expert happens to get. So the model is run once on fake tensors whose batch has a symbol for its size
-(symbolic_forward.py), and what every layer then puts out says where the samples are, whatever the numbers are.
+expert happens to get. So the model is run once without values on a batch of unusual size (fake_forward.py),
+and what every layer then puts out says where the samples are, whatever the numbers are.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class BatchAxis:
         kind = (kind_of((args, kwargs), self.axis, recorder.batch), root.training)
         if len(self._followed) >= MOST or (kind in self._followed and not self._missing):
             return
-        from gradwire.moments.symbolic_forward import CannotFollow, follow  # it takes half a second to import
+        from gradwire.moments.fake_forward import CannotFollow, follow  # it takes half a second to import
 
         self.input = input_name(root, args, kwargs)
         self._followed.add(kind if kind not in self._followed else (kind, len(self._followed)))
@@ -101,9 +101,11 @@ class BatchAxis:
         if known is None:
             self._missing = True
             return Where(None, doubt=NOT_MET)
-        if len(known) > 1:
+        # rows in front or behind may be none, where a sequence has one element
+        longer = {one for one in known if one.doubt is not None or (one.outer, one.inner) != (1, 1)}
+        if len(longer or known) > 1 or len({one.axis for one in known}) > 1:
             return Where(None, doubt=SEVERAL)
-        (where,) = known
+        (where,) = longer or known
         return Where(None, doubt=POSITIONS) if embeds and where.doubt == NOWHERE else where
 
     def describe(self, samples: int | None) -> str:

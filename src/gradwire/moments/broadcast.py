@@ -51,7 +51,8 @@ def per_sample(param: Tensor, x: Tensor, batch_dim: int | None = None) -> Tensor
     """
     found = WATCHED.get(id(param))
     tap = None if found is None else found()
-    if tap is not None and (tap.ledgers["param"].here is not param or transformed()):
+    following = tap is not None and tap.recorder.following is not None
+    if tap is not None and not following and (tap.ledgers["param"].here is not param or transformed()):
         tap = None
     axis = batch_dim if batch_dim is not None else tap.axis if tap is not None else 0
     if axis is None:

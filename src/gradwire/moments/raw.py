@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from gradwire.moments.batch_axis import NOWHERE
 from gradwire.moments.linear import linear
 from gradwire.moments.normalization import by_feature
 from gradwire.moments.registry import Layer, Uses, layer_of
@@ -53,7 +54,8 @@ class Call:
 
     def listens(self) -> bool:
         """Inside a checkpoint within this forward nothing is changed, for it runs once more without stands."""
-        return self.open and torch.is_grad_enabled() and bool(self.hooks == hooks())
+        differentiated = torch.is_grad_enabled() or self.following is not None  # not yet, by a reentrant checkpoint
+        return self.open and differentiated and bool(self.hooks == hooks())
 
     def doubt(self, reason: str) -> None:
         for ledger in self.tap.ledgers.values():
@@ -65,7 +67,7 @@ def hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-class Stand(Tensor):  # type: ignore[no-untyped-call]
+class Stand(Tensor):
     """Stands for a parameter, or for what was computed of parameters alone.
 
     actual: the very tensor. twin: the same computed of `leaves` (name -> leaf), apart from the model's graph, which
@@ -132,14 +134,10 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return by_layer(name, args, kwargs, result, call, part) if how == LAYER else result
 
 
-# ---- what a function does, judged where the batch's size is a symbol
+# ---- what a function does, judged where the batch has a size that nothing else has
 
 
-def has_samples(tensor: Tensor) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in tensor.shape)
-
-
-class Drawing(TorchDispatchMode):
+class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tells whether random numbers are drawn: what is computed so cannot be computed again."""
 
     drawn = False
@@ -151,12 +149,16 @@ class Drawing(TorchDispatchMode):
 
 def judge(call: Call, name: str, stands: Sequence[Stand], others: Sequence[Tensor], result: Any) -> str:
     """What this function does with its stands."""
-    if not isinstance(result, Tensor) or not result.requires_grad:
+    differentiable = isinstance(result, Tensor) and result.is_floating_point()
+    if not differentiable or (torch.is_grad_enabled() and not result.requires_grad):
         return PASS
-    met = [other for other in others if has_samples(other)]
-    if not has_samples(result) and (not met or name in CASTING):
+    assert call.following is not None
+    where = call.following.rows.where
+    met = [other for other in others if where(other).doubt != NOWHERE]
+    place = where(result)
+    if place.doubt == NOWHERE and (not met or name in CASTING):
         return DERIVE
-    alone = len(stands) == 1 and spreads(stands[0].actual.shape, result.shape)
+    alone = len(stands) == 1 and place.axis is not None and spreads(stands[0].actual.shape, result.shape, place.axis)
     if alone and name in SPREADING:
         return EXPAND
     if alone and name in ELEMENTWISE and len(others) == len(met) == 1:
@@ -167,12 +169,12 @@ def judge(call: Call, name: str, stands: Sequence[Stand], others: Sequence[Tenso
     return PASS
 
 
-def spreads(shape: torch.Size, result: torch.Size) -> bool:
-    """Whether a tensor of that shape, without samples, is broadcast to the result, samples and all."""
+def spreads(shape: torch.Size, result: torch.Size, axis: int) -> bool:
+    """Whether a tensor of that shape is broadcast to the result, along the samples among others."""
     if len(shape) > len(result):
         return False
-    pairs = zip((1,) * (len(result) - len(shape)) + tuple(shape), result, strict=True)
-    return all(one == 1 or (not isinstance(size, torch.SymInt) and one == size) for one, size in pairs)
+    aligned = (1,) * (len(result) - len(shape)) + tuple(shape)
+    return aligned[axis] == 1 and all(one in (1, size) for one, size in zip(aligned, result, strict=True))
 
 
 def convolves(module: nn.Module) -> bool:

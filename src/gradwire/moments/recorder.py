@@ -31,8 +31,8 @@ from gradwire.moments.tap import ATTRIBUTE, Tap, install, is_free, transformed, 
 
 if TYPE_CHECKING:
     from gradwire.moments.capturing import Capturing
+    from gradwire.moments.fake_forward import Forward
     from gradwire.moments.graphed import Graphed
-    from gradwire.moments.symbolic_forward import Forward
 
 _keys = itertools.count(1)
 REMEMBERED = 64  # passes that may still be differentiated: validation without no_grad brings any number
@@ -110,7 +110,9 @@ class Recorder:
             tap = module.__dict__.get(ATTRIBUTE)
             if tap and tap.live:
                 raise AttachError(
-                    f"{name!r} ({type(module).__name__}) is being recorded already; wire.detach() the first one"
+                    f"{name!r} ({type(module).__name__}) is being recorded already, for another model that shares it: "
+                    "wire.detach() that one and train it one step more, or give one of the two a method without second "
+                    "moments, such as gradwire.TopK()"
                 )
 
     def _open_ledgers(self, root: nn.Module, names: Mapping[str, nn.Parameter]) -> None:

@@ -1,0 +1,295 @@
+"""Step 1, moments: the model run once without values, on a batch of unusual size: where each layer puts its samples.
+
+Nothing is computed, and no parameter, buffer or attribute of the model is touched: torch's fake tensors have a shape
+and no memory. The batch gets a size that nothing else has, so a dim of that size is the batch; one of six times that
+size holds six rows a sample, and in which order they lie follows from the views that made it.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Key, Where, token_count
+from gradwire.moments.broadcast import WATCHED
+from gradwire.moments.registry import inner_of
+from gradwire.moments.site import Pass
+
+if TYPE_CHECKING:
+    from gradwire.moments.recorder import Recorder
+    from gradwire.moments.tap import Tap
+
+aten = torch.ops.aten
+# Divisible by 8, for models that split a batch, and by a prime that hardly any layer's width is.
+UNUSUAL = tuple(8 * prime for prime in (37, 41, 43, 47, 53, 59, 61, 67))
+Order = tuple[int, int] | None  # rows in front of and behind each sample's along a dim; None: they cannot be told
+Orders = dict[int, Order]  # by the size of the dim
+ATTRIBUTE = "_gradwire_orders"
+VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+# What gives the rows of its first input another order, or picks some of them.
+REORDER = (
+    *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default),
+    *(aten.take.default, aten.sort.default, aten.sort.stable, aten.topk.default, aten.roll.default),
+    *(aten.flip.default, aten.argsort.default, aten.argsort.stable, aten.as_strided.default),
+)
+PARTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.unbind.int, aten.chunk.default)
+
+
+class CannotFollow(Exception):  # noqa: N818 - it is no error, it is an answer
+    """Why this model's batch axis cannot be followed."""
+
+
+def follow(
+    recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int
+) -> list[tuple[Key, Where]]:
+    """Where the samples lie in what each watched layer puts out, call by call.
+
+    All inputs that are as long as the batch are taken for batches, unless the model does not take them together: a
+    mask [T, T] may be so by chance.
+    """
+    given = (args, dict(kwargs))
+    alike = [one for one in dict.fromkeys(pytree.tree_leaves(given)) if as_long(one, axis, recorder.batch)]
+    if not alike:
+        raise CannotFollow("no tensor that it is called on has as many samples as the first")
+    first, *others = map(id, alike)
+    choices = [{first, *others}, *[{first, *others} - {one} for one in others], {first}]
+    why = ""
+    for chosen in dict.fromkeys(map(frozenset, choices)):
+        # a path that is drawn at random while training cannot be followed, the one without chance can
+        for training in dict.fromkeys((root.training, False)):
+            try:
+                return Forward(recorder, axis, chosen).run(root, given, training)
+            except Exception as error:  # anything that a model may do to a tensor without values
+                why = why or f"{type(error).__name__}: {error}"
+    raise CannotFollow(" ".join(why.split())[:200])
+
+
+def as_long(one: Any, axis: int, batch: int | None) -> bool:
+    return isinstance(one, Tensor) and one.ndim > axis and one.shape[axis] == batch
+
+
+class Forward:
+    """One forward pass on fake tensors; batched: the ids of the inputs that are batches."""
+
+    def __init__(self, recorder: Recorder, axis: int, batched: frozenset[int]) -> None:
+        self.recorder, self.axis, self.batched = recorder, axis, batched
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
+        self.batch = 0
+        self.tokens: int | None = None
+        self.found: list[tuple[Key, Where]] = []
+        self._fakes: dict[int, Tensor] = {}  # what is one tensor stays one
+
+    def run(self, root: nn.Module, given: Any, training: bool) -> list[tuple[Key, Where]]:
+        model = inner_of(root)
+        held = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(given)]
+        sizes = {size for one in held if isinstance(one, Tensor) for size in one.shape}
+        self.batch = next((one for one in UNUSUAL if all(size % one for size in sizes if size)), UNUSUAL[0])
+        self.tokens = token_count(given) if self.axis == 0 else None
+        self.rows = Rows(self.batch)
+        with quiet(), self.mode, self._listening():
+            args, kwargs = pytree.tree_map_only(Tensor, self._fake, given)
+            twin = self._stand_in(model, {})
+            if not training:
+                twin.eval()
+            with self.rows:
+                # the hooks of a model that is not wrapped are this recorder's
+                (twin.forward if model is root else twin)(*args, **kwargs)
+        return self.found
+
+    @property
+    def passed(self) -> Pass:
+        """The pass now running, as a layer's forward asks for it."""
+        return Pass(0, self.batch, self.tokens)
+
+    def note(self, tap: Tap, part: str, output: Tensor) -> None:
+        """A layer puts this out."""
+        self.found.append(((tap.name, part, output.ndim), self.rows.where(output)))
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """The taps tell this run what they see; per_sample knows the parameters' stand-ins."""
+        self.recorder.following = self
+        try:
+            yield
+        finally:
+            self.recorder.following = None
+            for fake in self._fakes.values():
+                WATCHED.pop(id(fake), None)
+
+    def _fake(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._fakes:
+            if id(tensor) in self.batched:
+                shape = list(tensor.shape)
+                shape[self.axis] = self.batch
+                fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            else:
+                fake = self.mode.from_tensor(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                fake = nn.Parameter(fake, tensor.requires_grad)
+            else:
+                fake.requires_grad_(tensor.requires_grad)
+            self._fakes[id(tensor)] = fake
+            if id(tensor) in WATCHED:
+                WATCHED[id(fake)] = WATCHED[id(tensor)]
+        return self._fakes[id(tensor)]
+
+    def _stand_in(self, module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+        """A module of the same class, with parameters, buffers, attributes, tables and children of its own.
+
+        What a forward leaves on its module, a batch norm's statistics or a cache, is left on this one.
+        """
+        module = inner_of(module)
+        if id(module) in known:
+            return known[id(module)]
+        twin: nn.Module = object.__new__(type(module))
+        known[id(module)] = twin
+        for key, value in vars(module).items():
+            twin.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
+            if isinstance(value, Tensor):
+                twin.__dict__[key] = self._fake(value)
+            elif isinstance(value, types.MethodType) and value.__self__ is module:
+                twin.__dict__[key] = types.MethodType(value.__func__, twin)
+        twin.__dict__["_compiled_call_impl"] = None
+        tables: tuple[dict[str, Any], ...] = (twin._parameters, twin._buffers)
+        for table in tables:
+            table.update({key: self._fake(one) for key, one in table.items() if one is not None})
+        for key, child in module._modules.items():
+            twin._modules[key] = None if child is None else self._stand_in(child, known)
+        return twin
+
+
+class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Follows how the samples lie in dims that hold several rows of each.
+
+    A dim as long as the batch is taken for it unless something here says otherwise, a longer one is known only where
+    all that made it is: a view, by how many elements lie behind a sample's coordinate; whatever keeps a dim of that
+    size; several batches one after another.
+    """
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.batch = batch
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        for output in pytree.tree_leaves(made):
+            if isinstance(output, Tensor) and any(map(self._times, output.shape)):
+                orders = self._orders(func, args, given, output)
+                if orders:
+                    setattr(output, ATTRIBUTE, orders)
+        return made
+
+    def where(self, tensor: Tensor) -> Where:
+        """The axis of the samples."""
+        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+            return Where(None, doubt=BY_DATA)
+        axes = [axis for axis, size in enumerate(tensor.shape) if self._times(size)]
+        if len(axes) != 1:
+            return Where(None, doubt=MIXED if axes else NOWHERE)
+        order = self.order(tensor, tensor.shape[axes[0]])
+        if order is None:
+            return Where(None, doubt=MIXED)
+        outer, inner = order
+        # how many there are may depend on the length of a sequence, which lie in front does not
+        inner, outer = (REST if outer == 1 < inner else inner), (REST if inner == 1 < outer else outer)
+        return Where(axes[0], outer, inner)
+
+    def order(self, tensor: Tensor, size: int) -> Order:
+        """How the samples lie along its dims of this size."""
+        known: Orders = getattr(tensor, ATTRIBUTE, {})
+        return known.get(size, (1, 1) if size == self.batch else None)
+
+    def _orders(self, func: Any, args: Any, given: Sequence[Tensor], output: Tensor) -> Orders:
+        """Those of its dims of which there is something to say."""
+        if func in VIEWS:
+            return self._viewed(args[0], output)
+        found: Orders = {}
+        for size in {size for size in numbers(output) if self._times(size)}:
+            if func is aten.cat.default and self._whole_batches(args[0], size):
+                found[size] = (len(args[0]), 1)
+            elif func in PARTS and size == self.batch and self._in_a_row(args[0]):
+                continue
+            elif func in REORDER and size != self.batch and any(map(self._times, args[0].shape)):
+                found[size] = None
+            elif (order := self._kept(size, given)) != (1, 1):
+                found[size] = order
+        return found
+
+    def _times(self, size: Any) -> int:
+        """How many rows of each sample a dim of this size holds, 0 where it holds none."""
+        return 0 if isinstance(size, torch.SymInt) or size % self.batch else size // self.batch
+
+    def _whole_batches(self, parts: Sequence[Tensor], size: int) -> bool:
+        """Whether so many batches are put one after another along the dim that is now of this size."""
+        return self._times(size) == len(parts) > 1 and all(self._kept(self.batch, [part]) == (1, 1) for part in parts)
+
+    def _in_a_row(self, whole: Tensor) -> bool:
+        """Whether it holds whole batches one after another, of which a part is one."""
+        orders = [self.order(whole, size) for size in whole.shape if self._times(size) > 1]
+        return len(orders) == 1 and orders[0] is not None and orders[0][1] == 1
+
+    def _kept(self, size: int, given: Sequence[Tensor]) -> Order:
+        """That of the inputs with a dim of this size, if they agree; without any it must be the batch, made anew."""
+        found = {self.order(one, size) for one in given if size in numbers(one)}
+        if not found:
+            made_anew = size == self.batch and not any(self._times(length) > 1 for one in given for length in one.shape)
+            return (1, 1) if made_anew else None
+        return found.pop() if len(found) == 1 else None
+
+    def _viewed(self, before: Tensor, after: Tensor) -> Orders:
+        """A view leaves every element where it is: so many elements lie behind one step of the sample's coordinate."""
+        there = [axis for axis, size in enumerate(after.shape) if self._times(size)]
+        origin = [axis for axis, size in enumerate(before.shape) if self._times(size)]
+        unknown: Orders = {after.shape[axis]: None for axis in there}
+        if (
+            len(there) != 1
+            or len(origin) != 1
+            or len(numbers(before)) < before.ndim
+            or len(numbers(after)) < after.ndim
+        ):
+            return unknown
+        order, times = self.order(before, before.shape[origin[0]]), self._times(after.shape[there[0]])
+        step = 0 if order is None else order[1] * math.prod(before.shape[origin[0] + 1 :])
+        inner, rest = divmod(step, max(1, math.prod(after.shape[there[0] + 1 :])))
+        if rest or not inner or times % inner:
+            return unknown
+        found = (times // inner, inner)
+        return {} if found == (1, 1) else {after.shape[there[0]]: found}
+
+
+def numbers(tensor: Tensor) -> list[int]:
+    """The lengths of its dims but for those that are decided by the data, which must not be asked."""
+    return [size for size in tensor.shape if not isinstance(size, torch.SymInt)]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Python's random numbers as before, warnings and torch's log of what it refuses held back."""
+    state, level = random.getstate(), logging.root.manager.disable
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(level)
+            random.setstate(state)
