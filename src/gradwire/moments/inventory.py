@@ -13,6 +13,11 @@ from gradwire.moments.registry import Layer, layer_of, path_of
 from gradwire.moments.tap import is_free
 
 UNKNOWN = "it belongs to a {kind}, which is no layer known here; gradwire.per_sample(param, x) makes a broadcast exact"
+FORMULA = "{kind} has no exact formula; estimator='signs', or two micro-batches and more, estimate it best"
+COMPUTED = (
+    "{kind} computes its weight from it in a hook before its forward (weight_norm, pruning); as one of "
+    "torch.nn.utils.parametrizations it would be exact"
+)
 CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
@@ -85,15 +90,15 @@ def owners_of(root: nn.Module) -> dict[int, list[Owner]]:
 
 def why_never(owner: Owner) -> str | None:
     """Why this owner's use can have no exact moment, whatever the caller does; None where it can."""
-    kind = type(owner.module).__name__
+    kind = path_of(type(owner.module))
     layer = layer_of(owner.module)
     if is_parametrized(owner.module):
         return None
     if layer is not None:
         known = owner.local in layer.parameters
-        return None if known else f"{kind} computes its weight from it (weight_norm, pruning), it is no layer's own"
+        return None if known else COMPUTED.format(kind=kind)
     if type(owner.module).__module__.startswith("torch.nn.modules") and not isinstance(owner.module, CONTAINERS):
-        return f"{kind} has no exact formula"
+        return FORMULA.format(kind=kind)
     return None
 
 
@@ -104,10 +109,3 @@ def why_raw(owner: Owner) -> str | None:
     if not is_free(owner.module):
         return f"the forward of {owner.name!r} was replaced by something else before"
     return None
-
-
-def speaker(owner: Owner) -> nn.Module:
-    """The module whose output carries the signs: a parametrization's output is a weight and no sample's."""
-    if isinstance(owner.module, ParametrizationList) and len(owner.lineage) > 2:
-        return owner.lineage[2]
-    return owner.module

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from gradwire.moments.batch_axis import NOWHERE
 from gradwire.moments.linear import linear
 from gradwire.moments.normalization import by_feature
-from gradwire.moments.registry import Layer, Uses, layer_of
+from gradwire.moments.registry import Layer, Uses, layer_of, path_of
 from gradwire.moments.site import Site
 from gradwire.moments.tap import Tap, watch
 from gradwire.moments.together import exact_dtype
@@ -38,9 +38,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
-FUNCTION = "torch's {name} is given it together with samples, and gradwire does not follow them through that"
+FUNCTION = (
+    "{kind} gives it to torch's {name} together with samples, through which they are not followed; through F.linear, "
+    "F.layer_norm and sums and products they are, and with gradwire.per_sample(param, x)"
+)
 
-DRAWN = "torch's {name} draws random numbers for it, which cannot be drawn again"
+DRAWN = "{kind} gives it to torch's {name}, which draws random numbers that cannot be drawn again"
 
 
 class Call:
@@ -117,7 +120,7 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             result = func(*given[0], **given[1])
         how = judge(call, name, stands, [leaf for leaf in tensors if type(leaf) is not Stand], result)
         if drawing.drawn:
-            call.doubt(DRAWN.format(name=name))
+            call.doubt(DRAWN.format(kind=path_of(type(call.module)), name=name))
         how = PASS if drawing.drawn or notes.get(key, how) != how else how
         notes[key] = how
         if how in (SPREAD, EXPAND, LAYER):
@@ -165,7 +168,7 @@ def judge(call: Call, name: str, stands: Sequence[Stand], others: Sequence[Tenso
         return SPREAD
     if met == list(others[:1]) and (name in LAYERS or (name in CONVOLUTIONS and convolves(call.module))):
         return LAYER
-    call.doubt(FUNCTION.format(name=name))
+    call.doubt(FUNCTION.format(kind=path_of(type(call.module)), name=name))
     return PASS
 
 
