@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODELS := $(VENV)/models
 
-.PHONY: demo test lint format bench results coverage docs-demo clean
+.PHONY: demo test gpu-tests lint format bench results coverage docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -22,7 +22,11 @@ test: style $(MODELS)/.made
 	@log=$$(mktemp); code=0; \
 	chrt --idle 0 sh -c '$(BIN)/pytest -n 2 $(FILES) $(COMPUTING) && $(BIN)/mypy' > $$log 2>&1 & \
 	$(BIN)/pytest -m alone $(ALONE) || code=1; \
-	wait $$! || code=1; cat $$log; rm $$log; exit $$code
+	wait $$! || code=1; cat $$log; rm $$log; $(BIN)/python -m tests.gpu --since; exit $$code
+
+# Where there is a GPU: the tests that need one, into benchmarks/results/gpu-tests.log. `make test` says how old that is.
+gpu-tests: $(VENV)/.dev
+	$(BIN)/python -m tests.gpu
 
 lint: style
 	$(BIN)/mypy

@@ -36,12 +36,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 # Files of more than ten seconds, longest first: with one of them last, a process would have nothing to do meanwhile.
 LONG = (
     *("train_command", "train_resume", "train_orphans", "workers", "ddp", "triton", "plan_command", "checkpoint"),
-    *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "auto"),
+    *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "delivery", "auto"),
 )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The order in which the processes of xdist take files (--no-loadscope-reorder)."""
+    """A missing GPU is a visible skip. And the order in which xdist's processes take files (--no-loadscope-reorder)."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     if hasattr(config, "workerinput"):
         places = {f"test_{name}": place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))

@@ -13,7 +13,7 @@ from gradwire.layout import Layout
 from gradwire.ranks import Ranks
 
 LAYOUT = Layout.of([("a", (37, 29)), ("b", (5,)), ("empty", (0, 4)), ("c", (64, 33)), ("d", (1,))])
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 METHODS = [
     VGC(alpha=1.0),
     VGC(alpha=1.5, wire="words"),

@@ -15,7 +15,7 @@ import scenes
 from gradwire import BF16, VGC, Dense
 from workers import Workers
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module", params=[("nccl", 1), ("gloo", 2)], ids=lambda p: f"{p[0]}-{p[1]}")

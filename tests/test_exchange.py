@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
 import pytest
@@ -111,21 +113,34 @@ def test_a_bucket_is_sent_while_the_one_before_is_on_its_way(spawn):
         assert most >= 2
 
 
-def gathered_together(sizes):
+def gathered_together(sizes, device):
     """Messages of several sizes, all on their way before the first is waited for."""
     courier = courier_of(dist.group.WORLD)
     rank = dist.get_rank()
-    flights = [courier.gather(torch.full((size,), 100 * number + rank)) for number, size in enumerate(sizes)]
-    return [flight.wait() for flight in flights]
+    messages = [torch.full((size,), 100 * number + rank, device=device) for number, size in enumerate(sizes)]
+    flights = [courier.gather(message) for message in messages]
+    return [flight.wait().cpu() for flight in flights]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_every_rank_has_every_message(spawn, workers):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_every_rank_has_every_message(spawn, workers, device):
     limit = DIRECT_BYTES // 8
     sizes = [1, limit, limit + 1, 3, 3, limit + 1, limit]  # straight and over the ring in turn
-    for rows in spawn(workers, gathered_together, sizes):
+    for rows in spawn(workers, gathered_together, sizes, device):
         for number, (size, found) in enumerate(zip(sizes, rows, strict=True)):
             assert torch.equal(found, (100 * number + torch.arange(workers))[:, None].expand(-1, size))
+
+
+def goes_on():
+    courier, done = courier_of(dist.group.WORLD), threading.Event()
+    courier.submit(lambda: sys.exit("not caught"))
+    courier.submit(done.set)
+    return done.wait(timeout=5)
+
+
+def test_the_courier_outlives_what_it_is_given(spawn):
+    assert spawn(1, goes_on) == [True]
 
 
 def in_a_subgroup():

@@ -71,7 +71,7 @@ def test_every_moment_of_the_transformer_is_exact():
     assert {row.kind for row in recorder.coverage()} == {"exact"}
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("make", "batches"), [(convolutional, pictures), (transformer, sentences)])
 def test_a_graph_of_all_workers_on_gpu(make, batches):
     """Sums of the same numbers by other kernels, and what is nearly undecided may fall on the other side."""
@@ -83,7 +83,7 @@ def test_a_graph_of_all_workers_on_gpu(make, batches):
     assert sent.ratio > 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_messages_that_are_not_written_change_no_bit_on_gpu():
     """Of the same gradients: a backward on a GPU has atomic additions, and does not repeat bit for bit itself."""
     counted, optimizer = convolutional(capture=True, messages=False)

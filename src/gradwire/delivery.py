@@ -206,24 +206,29 @@ class Delivery:
         self._meter.end_step(step.plan.dense)
         step.done = True
         self._end_step(finite)
-        parcels, step.parcels = step.parcels, []
-        for parcel in parcels:
+        for parcel in step.parcels:
             parcel.future.set_result(parcel.buffer)
         for future in step.beside:
             future.set_result(finite)
+        step.parcels.clear()
 
     def _fail(self, step: Step, error: BaseException) -> None:
-        """Takes back what this step sent and hands the error to every future of it, now and later."""
+        """Takes back what this step sent and hands the error to every future of it, now and later.
+
+        Whatever goes wrong on the way: a future that is never resolved is a backward that waits for ever.
+        """
         if self._error is None:
             self._error = error
             if not step.done:
-                step.take_back()
-        for parcel in step.parcels:
-            if not parcel.future.done():
-                parcel.future.set_exception(error)  # type: ignore[arg-type]
-        for future in step.beside:
-            if not future.done():
-                future.set_exception(error)  # type: ignore[arg-type]
+                try:
+                    step.take_back()
+                except BaseException as second:
+                    error = self._error = GradwireError(
+                        f"{error}. What this step had sent could not be taken back either ({_in_words(second)}), so "
+                        "what is held back is not what it was: go on from a checkpoint"
+                    )
+        for future in step.futures:
+            _hand(future, error)
 
     def abandon(self, step: Step) -> None:
         """Takes back a step that nobody will finish, after what of it is on its way."""
@@ -248,6 +253,18 @@ class Delivery:
             self._stream.wait_event(parcel.ready)
             parcel.buffer.record_stream(self._stream)
             yield
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _hand(future: Future[Any], error: BaseException) -> None:
+    """The error to who waits; in words alone if torch does not take it, as one that is no Exception."""
+    for taken in (error, GradwireError(_in_words(error))):
+        if not future.done():
+            with contextlib.suppress(BaseException):
+                future.set_exception(taken)
 
 
 def _fine() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import queue
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -62,9 +63,10 @@ def begin_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
 
     Gloo has a ring, whose last message comes after W - 1 hops. Small messages go straight to every rank instead, to
     the next one first, so that no two ranks send to the same: as many bytes on every link, and one hop. Of large ones
-    several arrive at a rank at once all the same, and wait for each other longer than on the ring.
+    several arrive at a rank at once all the same, and wait for each other longer than on the ring. A GPU's go over the
+    ring whatever their size: only in collectives does Gloo bring them to the host, a send takes their address for one.
     """
-    if dist.get_backend(group) != "gloo" or own.nbytes > DIRECT_BYTES:
+    if dist.get_backend(group) != "gloo" or own.is_cuda or own.nbytes > DIRECT_BYTES:
         return all_gather(out, own, group=group, async_op=True)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     rows = out.view(world_size, -1)
@@ -98,7 +100,7 @@ class Courier:
         weakref.finalize(self, _stop, self._work, thread, self.group if gloo else None)
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Queues `work`, which must handle its own exceptions."""
+        """Queues `work`, which must handle its own exceptions: nobody is told of them here."""
         self._work.put(work)
 
     def gather(self, message: Tensor) -> Flight:
@@ -113,7 +115,10 @@ class Courier:
 
 def _run(work: Work) -> None:
     while (piece := work.get()) is not None:
-        piece()
+        try:
+            piece()
+        except BaseException:
+            traceback.print_exc()  # the others still wait for their turn
         del piece  # or the last one would be kept until the next comes
 
 

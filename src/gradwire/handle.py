@@ -34,6 +34,7 @@ def attach(
     batch_dim: BatchDim = 0,
     estimator: str = "groups",
     exact: bool = True,
+    same_samples: bool = True,
 ) -> Wire:
     """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
 
@@ -43,11 +44,20 @@ def attach(
     chooses among Dense and `methods` (BF16 and VGC if nothing is said), says why, and anew when the link changes.
     scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
     strict: refuse parameters whose second moment can only be estimated.
-    batch_dim: the sample axis, or {module name: axis} where a part of the model has another one, None where it has
-    none, "positions" for an Embedding of positions that is called with ids [T].
+    batch_dim: the axis of the samples in what the model is called on; from there they are followed through its layers
+    (`wire.coverage()` says where that failed). {module name: axis} says it of a layer, None that it has none,
+    "positions" of an Embedding that its ids are added to every sample alike.
     estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
+    same_samples: forward passes of one backward with as many samples are of the same ones (a Siamese net's two), or of
+    pairs; False: every pass has samples of its own. Passes of unequal numbers always have.
     """
-    moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
+    moments = {
+        "batch_dim": batch_dim,
+        "estimator": estimator,
+        "exact": exact,
+        "strict": strict,
+        "same_samples": same_samples,
+    }
     if compressor == AUTO:
         allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
         return _piloted(attach_link(model, Dense(), scaler, moments, lazily=True), allowed)
@@ -110,10 +120,14 @@ class Wire:
         self._link.meter.reset()
 
     def coverage(self) -> list[coverage.Row]:
-        """Prints which parameter has which second moment, and returns the rows."""
+        """Prints where the samples are and which parameter has which second moment, and returns the rows."""
         recorder = self._link.recorder
-        rows = [] if recorder is None else recorder.coverage()
-        print(coverage.table(rows) if rows else f"{self.compressor!r} needs no second moments")
+        if recorder is None:
+            print(f"{self.compressor!r} needs no second moments")
+            return []
+        rows = recorder.coverage()
+        print(recorder.batch_axis.describe(recorder.batch))
+        print(coverage.table(rows))
         return rows
 
     def log_to(self, writer: Writer, every: int = 10, prefix: str = "gradwire") -> None:

@@ -64,11 +64,16 @@ class Step:
     beside: list[Future[bool]] = field(default_factory=list)  # of tensors that are summed without the courier
     done: bool = False
 
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """Somebody waits for each."""
+        return [*(parcel.future for parcel in self.parcels), *self.beside]
+
     def take_back(self) -> None:
         """Every sent element gets its r and v back, as they were before the send."""
-        for change in self.undo:
+        changes, self.undo = self.undo, []
+        for change in changes:
             change()
-        self.undo.clear()
 
     def read(self) -> tuple[bool, list[tuple[Layout, list[int]]]]:
         """(all finite, counts by bucket) of a step; the only place where the host waits for a GPU, once a step."""

@@ -79,8 +79,8 @@ class Repeated:
 
         made = self._each(write)
         bodies, mean = torch.stack([body.words for body, _ in made]), torch.zeros_like(grads[0])
-        broken = torch.zeros(len(made), dtype=torch.bool, device=grads.device)
-        self.compressor.add_all(bodies, mean, broken, context)
+        said, _ = self.compressor.read(bodies, context)
+        self.compressor.add_all(said, mean, context)
         finite, sent = torch.stack([finite for _, finite in made]).all(), [body for body, _ in made]
         n_bytes = WORD_BYTES * (self._n_head + bodies.shape[1])
         return Made(mean, finite, n_bytes, [body.undo for body in sent], sent)

@@ -16,7 +16,8 @@ from gradwire.compressors import Compressor, compressor_of
 from gradwire.compressors.base import of_slot, powers
 from gradwire.errors import AttachError, CheckpointError
 from gradwire.layout import Layout, in_shape
-from gradwire.moments.registry import BatchDim
+from gradwire.moments.batch_axis import BatchAxis
+from gradwire.moments.registry import BatchDim, root_axis_of
 from gradwire.ranks import Ranks
 from gradwire.replica import Loss, Replica
 from gradwire.stats import Stats
@@ -35,6 +36,7 @@ def simulate(
     estimator: str = "groups",
     exact: bool = True,
     strict: bool = False,
+    same_samples: bool = True,
 ) -> Simulation:
     """W workers that train `model`, each with its own samples, batch-norm statistics and compressor state.
 
@@ -45,13 +47,20 @@ def simulate(
     messages: whether every message is written and read back. Without it VGC and Strom are computed for all workers at
     once, and methods whose steps are all alike run as a CUDA graph; the elements are the same, and the length of a
     message is known from its room. None: not on a GPU, where messages would take longer than all the rest.
-    batch_dim, estimator, exact, strict: as of `attach`.
+    batch_dim, estimator, exact, strict, same_samples: as of `attach`.
     """
     if workers < 1:
         raise ValueError(f"simulate: workers must be at least 1, got {workers}")
     if not model.training:
         raise AttachError("simulate wants a model that trains: model.train()")
-    moments = {"batch_dim": batch_dim, "estimator": estimator, "exact": exact, "strict": strict}
+    moments = {
+        "batch_dim": batch_dim,
+        "estimator": estimator,
+        "exact": exact,
+        "strict": strict,
+        "same_samples": same_samples,
+        "batch_axis": BatchAxis(root_axis_of(batch_dim, model)),  # the same in all copies of the model
+    }
     return Simulation(model, compressor_of(compressor), loss, workers, seed, capture, messages, moments)
 
 

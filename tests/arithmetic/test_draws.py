@@ -56,7 +56,7 @@ def test_compiled_and_plain_are_the_same_bits(monkeypatch, n_threads):
     assert torch.equal(draws.bits(7, 3, LAYOUT, CPU), draws.reference_bits(7, 3, LAYOUT, CPU))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("where", [LAYOUT, LONG, *LAYOUT], ids=lambda where: getattr(where, "name", "layout"))
 def test_a_gpu_draws_the_same_bits(where):
     """By Triton and by plain torch; Triton's interpreter: test_triton_qsgd.py."""

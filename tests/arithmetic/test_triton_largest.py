@@ -170,7 +170,7 @@ def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
     interpreted.ask(interpreting, case)
 
 
-gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+gpu = pytest.mark.gpu
 
 
 @gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 import gradwire
 from compressors.rows import ROWS, Row
-from gradwire import BF16, FP16, Dense
+from gradwire import BF16, FP16, Dense, kernels
 from gradwire.compressors import METHODS, Sum, from_spec, to_spec
 from gradwire.compressors.base import powers, tensors
 from gradwire.errors import MessageError
@@ -211,6 +212,56 @@ def test_damaged_bodies_are_refused_or_harmless(row: Row) -> None:
             row.compressor.decode(damaged[None], out, context)
         assert bool((room[:32] == 3).all())
         assert bool((room[-32:] == 3).all())
+
+
+@rows(GATHERED)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_refused_message_changes_nothing(monkeypatch: pytest.MonkeyPatch, row: Row, compiled: bool) -> None:
+    if not compiled:
+        monkeypatch.setattr(kernels, "select", lambda device: reference)
+    n_refused = check_refusals(row.compressor, torch.device("cpu"))
+    assert n_refused > (9 if getattr(row.compressor, "vote", False) else 20)  # any body may be votes
+
+
+def check_refusals(compressor: Any, device: torch.device) -> int:
+    """How often the second of three messages is refused: result and states are what they were. Else: numbers."""
+    ranks = Ranks(compressor, LAYOUT, 3, device=device)
+    context, n_refused = ranks.context(), 0
+    grads = [gradient(0, rank).to(device) for rank in range(3)]
+    pairs = zip(grads, ranks.states, strict=True)
+    messages = torch.stack([compressor.encode(grad, grad.square(), state, context).data for grad, state in pairs])
+    states = ranks.snapshot()
+    untouched = torch.arange(LAYOUT.numel, dtype=torch.float32, device=device)
+    for damaged in damages(messages[1].cpu()):
+        given, out, refused = messages.clone(), untouched.clone(), False
+        given[1] = damaged
+        try:
+            arrival = compressor.decode(given, out, context)
+            if arrival.bad:
+                arrival.refuse()
+        except MessageError:
+            refused = True
+        assert torch.equal(out, untouched) if refused else torch.isfinite(out).all()
+        n_refused += refused
+        for now, before in zip(ranks.snapshot(), states, strict=True):
+            assert all(map(torch.equal, now, before))
+    return n_refused
+
+
+def damages(message: Tensor) -> Iterator[Tensor]:
+    """Flipped bits in head and body; then numbers that cannot be, under a checksum that fits."""
+    for place in (*range(10), len(message) - 1):
+        damaged = message.clone()
+        damaged[place] ^= 1 << 30
+        yield damaged
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([torch.nan, torch.inf, -torch.inf, -1e-20, torch.finfo(torch.float32).max])
+    for place in (10, 13, *torch.randint(10, len(message), (10,), generator=generator).tolist()):
+        for word in (*values.view(torch.int32).tolist(), -1):
+            damaged = message.clone()
+            damaged[place] = word
+            resealed(damaged)
+            yield damaged
 
 
 def flipped(message: Tensor) -> Tensor:

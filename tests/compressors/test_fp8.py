@@ -97,15 +97,17 @@ def test_a_code_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, fo
             FP8(format).decode(message[None], torch.empty(SMALL.numel), context)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_scale_that_cannot_be_is_refused(scale: float) -> None:
-    ranks = Ranks(FP8(), SMALL)
+@FORMATS
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 3e38, 8e35])
+def test_a_scale_that_cannot_be_is_refused(format: str, scale: float) -> None:
+    """Also a finite one whose product with the format's largest number is not, whatever the codes are."""
+    ranks = Ranks(FP8(format), SMALL)
     context = ranks.context()
-    message = FP8().encode(gradient(SMALL, 0), torch.empty(0), ranks.states[0], context).data
+    message = FP8(format).encode(gradient(SMALL, 0), torch.empty(0), ranks.states[0], context).data
     message[10] = torch.tensor(scale).view(torch.int32)
     resealed(message)
     with pytest.raises(MessageError, match="rank 0 does not hold"):
-        FP8().decode(message[None], torch.empty(SMALL.numel), context)
+        FP8(format).decode(message[None], torch.empty(SMALL.numel), context)
 
 
 def test_a_byte_an_element_and_a_word_a_tensor() -> None:

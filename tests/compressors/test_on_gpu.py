@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from compressors.rows import ROWS
-from compressors.test_contract import LAYOUT, gradient
+from compressors.test_contract import GATHERED, LAYOUT, check_refusals, gradient
 from gradwire.compressors import MomentumDCT, PowerSGD, Sum, TopK
 from gradwire.ranks import Ranks
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.usefixtures("full_precision")
@@ -41,6 +41,13 @@ def test_a_bad_value_on_a_gpu(name: str) -> None:
     for undo in done.undo:
         undo()
     assert all(bool(torch.isfinite(tensor).all()) for state in ranks.snapshot() for tensor in state)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_a_refused_message_changes_nothing_on_a_gpu(name: str) -> None:
+    """Where nobody waits to know whether it will be."""
+    compressor = ROWS[name].compressor
+    assert check_refusals(compressor, torch.device("cuda")) == check_refusals(compressor, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if getattr(row.compressor, "alike", False)])

@@ -234,7 +234,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "spills": check_spills,
     "edges": check_edges,
     "sizes": check_sizes,
-    "density that changes": lambda device: changing(kernels().encode, device, **shape(256)),
+    "density that changes": lambda device: changing(kernels().encode, device, **shape(256, device)),
 }
 
 
@@ -257,7 +257,7 @@ def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
     interpreted.ask(interpreting, case)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_on_gpu(case: str) -> None:
     CASES[case]("cuda")

@@ -22,10 +22,10 @@ from gradwire.wire import words as wire_words
 RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
 
-def shape(tile: int) -> dict[str, Any]:
+def shape(tile: int, device: str) -> dict[str, Any]:
     """Small tiles in the interpreter, so that a small bucket has several groups; those in use on a GPU."""
     gpu = kernels()
-    return {} if torch.cuda.is_available() else {"shape": gpu.Shape(size=tile, group=4, warps=4)}
+    return {} if device == "cuda" else {"shape": gpu.Shape(size=tile, group=4, warps=4)}
 
 
 def same(left: Selection, right: Selection) -> None:
@@ -56,7 +56,7 @@ def run(
         spoil(grad, moment)
         common = (live, layout, rule, capacity, step, chunk)
         one = reference.encode(grad, moment, *left, *common)
-        two = kernels().encode(grad, moment, *right, *common, **shape(tile))
+        two = kernels().encode(grad, moment, *right, *common, **shape(tile, device))
         same(one, two)
         assert all(map(torch.equal, left, right)), step
     one.undo()
@@ -222,7 +222,7 @@ def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
     interpreted.ask(interpreting, case)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_on_gpu(case: str) -> None:
     CASES[case]("cuda")

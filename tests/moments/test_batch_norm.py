@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import interpreted
 from gradwire.moments import Recorder, batch_norm
 
-GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU else "cpu"
+DEVICE = "cpu"  # or the fixture's
 EPS = 0.3
 # B, C, n: one of each kind of edge
 SHAPES = [(3, 5, 7), (1, 1, 2), (33, 17, 1), (2, 130, 9), (4, 3, 700), (40, 36, 20)]
@@ -63,15 +62,16 @@ def test_interpreted(interpreting: interpreted.Asked) -> None:
     interpreted.ask(interpreting, "all")
 
 
-@pytest.mark.skipif(not GPU, reason="needs a CUDA device")
+@pytest.mark.gpu
 def test_kernels_on_a_gpu() -> None:
     compare_kernels("cuda")
 
 
-@pytest.fixture
-def anywhere(full_precision: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def anywhere(request: pytest.FixtureRequest, full_precision: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too: with the definition for the kernels, and for the half of torch's backward that a CPU lacks."""
-    if GPU:
+    monkeypatch.setitem(globals(), "DEVICE", request.param)
+    if request.param == "cuda":
         return
 
     def input_gradient(

@@ -168,7 +168,7 @@ def test_kernel_for_hopper_finds_what_it_takes_from_linear() -> None:
     assert convolution_hopper.ROWS == 128
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     # by norm against float64: bfloat16's 8 bits of mantissa give 4e-3 an operand, tf32's and float16's 11 bits 5e-4
     ("dtype", "tolerance", "channels_last"),

@@ -12,7 +12,7 @@ import interpreted
 from gradwire.moments.fused.tuning import Plan, Shape, hopper_plan, plan_for, refusal, spread, worth_it
 
 pytest.importorskip("triton", reason="the fused kernels need Triton")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.gpu
 
 # B, T, O, I: one of each kind of edge, and T for every way (1 and 3: products; the others: tiles, on Hopper its own)
 SMALL = [(3, 40, 70, 50), (2, 64, 128, 128), (5, 9, 33, 17), (4, 1, 20, 30), (6, 3, 20, 31), (1, 7, 3, 1), (1, 1, 5, 4)]

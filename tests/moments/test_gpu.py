@@ -9,7 +9,7 @@ from torch import nn
 from gradwire.moments import Recorder
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.gpu,
     pytest.mark.usefixtures("full_precision"),
 ]
 

@@ -17,7 +17,13 @@ from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed, stand_ins
 from moments.reruns import StandIn
 
-GPU = torch.cuda.is_available()
+GPU = False  # or the fixture's
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU a stand-in takes the place of the graph."""
+    monkeypatch.setitem(globals(), "GPU", request.param == "cuda")
 
 
 class Tied(nn.Module):

@@ -13,7 +13,7 @@ import interpreted
 from gradwire.moments import sums
 from gradwire.moments.sums import channel_sums, normalized_sums, position_sums
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.gpu
 EPS = 0.3  # so large that a kernel without it fails
 HALVES = (torch.float32, torch.bfloat16, torch.float16)
 # B, T, D: one of each kind of edge

@@ -107,7 +107,7 @@ def test_many_threads_write_the_same_bytes(monkeypatch):
     assert torch.equal(results[0][1], compact.pack(index, code, blocks)[1])
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_the_reference_is_the_same_on_a_gpu():
     random = np.random.default_rng(0)
     index = torch.from_numpy(np.flatnonzero(random.random(100_000) < 0.05))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import make_golden
 import numpy as np
 import pytest
 import torch
@@ -34,9 +35,6 @@ def program(path: Path) -> ModuleType:
     return module
 
 
-make_golden = program(Path(__file__).parent / "make_golden.py")
-
-
 @pytest.fixture(params=["reference", "numba"])
 def codec(request) -> ModuleType:
     if request.param == "reference":
@@ -44,12 +42,8 @@ def codec(request) -> ModuleType:
     return pytest.importorskip("gradwire.wire.compact_cpu", reason="Numba is not installed", exc_type=ImportError)
 
 
-def golden(name: str) -> Tensor:
-    return torch.from_numpy(np.fromfile(make_golden.FOLDER / name, "<i4").astype(np.int32))
-
-
 def elements_of(case) -> tuple[Tensor, Tensor]:
-    index, code = golden(f"{case.name}.elements.bin").chunk(2)
+    index, code = make_golden.stored(f"{case.name}.elements.bin").chunk(2)
     assert len(index) > 0
     return index.long(), code
 
@@ -57,7 +51,7 @@ def elements_of(case) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("case", make_golden.CASES, ids=lambda case: case.name)
 def test_golden_compact_bytes(case, codec):
     index, code = elements_of(case)
-    stored = golden(f"{case.name}.compact.bin")
+    stored = make_golden.stored(f"{case.name}.compact.bin")
     orders, body = codec.pack(index, code, case.blocks)
     assert torch.equal(torch.cat([orders, body]), stored)
     n_tensors = len(case.numels)
@@ -69,7 +63,7 @@ def test_golden_compact_bytes(case, codec):
 @pytest.mark.parametrize("case", make_golden.CASES, ids=lambda case: case.name)
 def test_golden_words(case):
     index, code = elements_of(case)
-    stored = golden(f"{case.name}.words.bin")
+    stored = make_golden.stored(f"{case.name}.words.bin")
     assert torch.equal(words.pack(index, code, case.chunk), stored)
     counts = torch.bincount(index // case.chunk)
     places, codes = words.unpack(stored, counts, case.chunk)

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from gradwire.arithmetic.compiled_runs import MAGNITUDE, largest, parts
 from gradwire.arithmetic.runs import Runs
-from gradwire.compressors.fp8 import CODE, FORMATS, LARGEST_CODE
+from gradwire.compressors.fp8 import CODE, FORMATS
 from gradwire.machine import Array, compiled
 from gradwire.threads import shared
 
-__all__ = ["add", "largest", "round_to"]
+__all__ = ["add", "largest", "largest_codes", "round_to"]
 
 MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
 BIAS = {"e4m3": 7, "e5m2": 15}
@@ -32,13 +32,18 @@ def round_to(format: str, grad: Tensor, scale: Tensor, codes: Tensor, runs: Runs
     shared(parts(runs.numel), _round, grad.numpy(), scale.numpy(), *rule, runs.ends, codes.numpy())
 
 
-def add(format: str, codes: Tensor, shares: Tensor, out: Tensor, runs: Runs) -> Tensor:
-    """out += share * code of each rank, in rank order; bool [W]: who has a code that is no number."""
-    pieces = parts(runs.numel)
-    largest_seen = np.zeros((len(pieces), len(codes)), np.uint8)
+def largest_codes(codes: Tensor) -> Tensor:
+    """The largest code of each rank without its sign, uint8 [W]."""
+    pieces = parts(codes.shape[1])
+    tops = np.zeros((len(pieces), len(codes)), np.uint8)
+    shared(pieces, _largest_codes, codes.numpy(), tops)
+    return torch.from_numpy(tops.max(0))
+
+
+def add(format: str, codes: Tensor, shares: Tensor, out: Tensor, runs: Runs) -> None:
+    """out += share * code of each rank, in rank order."""
     table = _numbers(format).numpy()
-    shared(pieces, _add, codes.numpy(), shares.numpy(), table, runs.ends, out.numpy(), largest_seen)
-    return torch.from_numpy(largest_seen.max(0) > LARGEST_CODE[format])
+    shared(parts(runs.numel), _add, codes.numpy(), shares.numpy(), table, runs.ends, out.numpy())
 
 
 @functools.cache
@@ -92,17 +97,21 @@ def _encode(scaled: Array, spaced: Array, shift: np.int32, least: np.int32, code
 
 
 @compiled
-def _add(
-    part: int,
-    begin: int,
-    end: int,
-    codes: Array,
-    shares: Array,
-    table: Array,
-    ends: Array,
-    out: Array,
-    largest_seen: Array,
-) -> None:
+def _largest_codes(part: int, begin: int, end: int, codes: Array, tops: Array) -> None:
+    for rank in range(codes.shape[0]):
+        tops[part, rank] = _top(codes[rank, begin:end])
+
+
+@compiled
+def _top(codes: Array) -> np.uint8:
+    top = np.uint8(0)
+    for i in range(codes.size):
+        top = max(top, codes[i] & np.uint8(CODE))
+    return top
+
+
+@compiled
+def _add(part: int, begin: int, end: int, codes: Array, shares: Array, table: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
     start = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
@@ -115,16 +124,11 @@ def _add(
                 while ends[run] <= at:
                     run += 1
                 stop = min(last, ends[run])
-                top = _add_run(codes[rank, at:stop], shares[rank, run], table, out[at:stop])
-                largest_seen[part, rank] = max(largest_seen[part, rank], top)
+                _add_run(codes[rank, at:stop], shares[rank, run], table, out[at:stop])
                 at = stop
 
 
 @compiled
-def _add_run(codes: Array, share: np.float32, table: Array, out: Array) -> np.uint8:
-    """The largest code without its sign, too."""
-    top = np.uint8(0)
+def _add_run(codes: Array, share: np.float32, table: Array, out: Array) -> None:
     for i in range(codes.size):
         out[i] += table[codes[i]] * share
-        top = max(top, codes[i] & np.uint8(CODE))
-    return top

@@ -28,6 +28,14 @@ class Sides(NamedTuple):
     n_below: Tensor  # int64
 
 
+class Said(NamedTuple):
+    """Of each rank: what `add` takes."""
+
+    bits: Tensor  # int32 [W, words]
+    highs: Tensor  # float32 [W, R], of a bit that is not set
+    lows: Tensor  # float32 [W, R], of one that is
+
+
 def gather(grad: Tensor, residual: Tensor | None, runs: Runs) -> Tensor:
     """grad becomes p = r + g; returns max |p| of each run, float32 [R]."""
     if (fast := _compiled(grad)) is not None:
@@ -82,7 +90,7 @@ def settle(p: Tensor, high: Tensor, low: Tensor, zero_below: bool, residual: Ten
 
 
 def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, runs: Runs) -> None:
-    """out += low or high of each rank, in rank order; bits int32 [W, words], highs and lows float32 [W, R]."""
+    """out += low or high of each rank, in rank order."""
     if (fast := _compiled(out)) is not None:
         fast.add(bits, highs, lows, out, runs)
         return

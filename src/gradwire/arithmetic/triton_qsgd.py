@@ -1,8 +1,8 @@
 """QSGD for CUDA: the bits of qsgd.py in one pass over the gradient; plain torch makes some sixty.
 
 `write_kernel` makes norms and codes, `pack_kernel` puts the codes into words, which do not begin where groups begin;
-`add_kernel` adds the words of all ranks. A program of the first and the last works on `rows` whole groups, each padded
-to `width`, a power of two.
+`put_kernel` adds up the words of all ranks. A program of the first and the last works on `rows` whole groups, each
+padded to `width`, a power of two.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -26,7 +26,7 @@ from gradwire.wire import fields
 
 WIDEST = 8192  # elements of a group that a program of `write_kernel` holds in registers
 WRITTEN, ADDED = 512, 256  # elements of a warp of each kernel: 16 and 8 a thread; 96 and 64 registers
-MOST_ADDED = 1024  # elements that a program of `add_kernel` looks at together
+MOST_ADDED = 1024  # elements that a program of `put_kernel` looks at together
 WORDS = 256  # of a program of `pack_kernel`
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 
@@ -101,26 +101,23 @@ def pack_kernel(
 
 
 @triton.jit(do_not_specialize=["stride", "n_ranks", "n_groups"])
-def add_kernel(
-    norms, words, stride: tl.int64, n_ranks, table, n_groups, share, out, broken,
+def put_kernel(
+    norms, words, stride: tl.int64, n_ranks, table, n_groups, share, out, bad,
     bits: tl.constexpr, each: tl.constexpr, rows: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """out += what all ranks' words say, in rank order; broken uint8 [W]: 1 where a norm cannot be one.
+    """out = what all ranks' words say, added in rank order; nothing is written if bad [].
 
     Every element looks for its own word: those of a word lie in one warp, for which it is loaded once.
     """
     group, ours, begin, length = load_groups(table, n_groups, rows)
+    length = tl.where(tl.load(bad) == 0, length, 0)
     levels: tl.constexpr = (1 << (bits - 1)) - 1
-    for rank in tl.range(0, n_ranks):
-        norm = tl.load(norms + rank * stride + group, mask=ours, other=0.0)
-        sound = (norm >= 0) & (norm <= LARGEST)
-        tl.store(broken + rank, 1, mask=tl.min(sound.to(tl.int32)) == 0)
     for start in tl.range(0, tl.max(length), width):
         lane = start + tl.arange(0, width)[None, :]
         inside = lane < length
         field = (begin % each).to(tl.int32) + lane
         word, shift = begin // each + field // each, bits * (field % each)
-        total = tl.load(out + begin + lane, mask=inside, other=0.0)
+        total = tl.zeros((rows, width), tl.float32)
         for rank in tl.range(0, n_ranks):
             unit = tl.load(norms + rank * stride + group, mask=ours, other=0.0) * share
             code = tl.load(words + rank * stride + word, mask=inside, other=0) >> shift & (2 * levels + 1)
@@ -152,14 +149,14 @@ def write(grad: Tensor, groups: Groups, keys: np.ndarray[Any, Any], bits: int, l
     return body, sent.sum()
 
 
-def add(bodies: Tensor, groups: Groups, bits: int, out: Tensor, broken: Tensor) -> None:
-    """out += the mean of what the bodies [W, words] say; broken [W]: where a norm cannot be one."""
+def put(bodies: Tensor, groups: Groups, bits: int, out: Tensor, bad: Tensor) -> None:
+    """out = the mean of what the bodies [W, words] say; it stays as it is if bad []."""
     n_groups, (rows, width) = len(groups), _cut(groups, MOST_ADDED)
     norms, words = bodies[:, :n_groups].view(torch.float32), bodies[:, n_groups:]
     share = 1 / len(bodies) / ((1 << (bits - 1)) - 1)
     given = (norms, words, bodies.stride(0), len(bodies), table_of(groups, out.device), n_groups, share)
     grid, warps = (triton.cdiv(n_groups, rows),), rows * width // ADDED
-    add_kernel[grid](*given, out, broken.view(torch.uint8), bits, 32 // bits, rows, width, num_warps=warps, **UNFUSED)
+    put_kernel[grid](*given, out, bad.view(torch.uint8), bits, 32 // bits, rows, width, num_warps=warps, **UNFUSED)
 
 
 def _cut(groups: Groups, widest: int) -> tuple[int, int]:

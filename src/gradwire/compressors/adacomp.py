@@ -125,7 +125,7 @@ class AdaComp(Held):
         return kernel.seal(self._shape(context), context.step, parts)
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
-        """out = the mean over the ranks, in rank order."""
+        """out = the mean over the ranks, in rank order; nothing changes on error."""
         kernel, shape, blocks = kernels.select(out.device), self._shape(context), self._blocks(context)
         problems = kernel.inspect(messages, shape, context.step)
         body, orders, sound = messages[:, shape.body], messages[:, shape.orders], ~problems.any(1)
@@ -139,11 +139,13 @@ class AdaComp(Held):
 
         if out.device.type == "cpu":
             refuse()
-        out.zero_()
+        mean, bad = out.zero_() if out.device.type == "cpu" else torch.zeros_like(out), problems.any()
         for rank in range(len(messages)):
             used = counts[rank] * ~problems[rank].any()
-            _add(words[rank], used, scales[rank] * (1 / len(messages)), out, context.layout)
-        return Arrival((messages[:, 5] & 1).all(), messages[:, shape.passed].amax(0), problems.any(), refuse)
+            _add(words[rank], used, scales[rank] * (1 / len(messages)), mean, context.layout)
+        if mean is not out:
+            torch.where(bad, out, mean, out=out)
+        return Arrival((messages[:, 5] & 1).all(), messages[:, shape.passed].amax(0), bad, refuse)
 
     def words(self, numel: int, room: int) -> int:
         """In the body, for one tensor: the compact format at its worst, and the scale."""

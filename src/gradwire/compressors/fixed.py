@@ -34,7 +34,7 @@ class Body:
 
 
 class Fixed(ABC):
-    """A Gather method by three functions: body_words, write and add_all. With Held or Free for the state."""
+    """A Gather method by four functions: body_words, write, read and add_all. With Held or Free for the state."""
 
     needs_room: ClassVar[bool] = False
 
@@ -50,11 +50,26 @@ class Fixed(ABC):
         """
 
     @abstractmethod
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
-        """out += the mean over the ranks, in their order, of what the bodies [W, words] say.
+    def read(self, bodies: Tensor, context: Context) -> tuple[Any, Tensor]:
+        """What the bodies [W, words] say, for `add_all`, and bool [W]: those that cannot be right.
 
-        They may hold anything: nothing outside of `out` is touched, and broken [W] tells of those that cannot be right.
+        They may hold anything.
         """
+
+    @abstractmethod
+    def add_all(self, said: Any, out: Tensor, context: Context) -> None:
+        """out, zeros, += the mean over the ranks, in their order, of what they said.
+
+        On a GPU also of what cannot be right, as nobody has waited to know: nothing outside of `out` is touched.
+        """
+
+    def put(self, said: Any, out: Tensor, bad: Tensor, context: Context) -> None:
+        """out = that mean; it stays as it is if bad []. On a CPU nothing comes here that is."""
+        if out.device.type == "cpu":
+            self.add_all(said, out.zero_(), context)
+        else:
+            self.add_all(said, mean := torch.zeros_like(out), context)
+            torch.where(bad, out, mean, out=out)
 
     def accumulate(self, grad: Tensor, state: Any, context: Context) -> None:
         """In a step in which everything is sent: the gradient goes to what is held back."""
@@ -74,22 +89,24 @@ class Fixed(ABC):
         return Message(data, body.undo, body.sent, None, body.sent_norm)
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
-        """out = the mean over the ranks, in rank order."""
-        shape, out_ = self._shape(context), out.zero_()
+        """out = the mean over the ranks, in rank order; nothing changes on error."""
+        shape = self._shape(context)
         problems = kernels.select(out.device).inspect(messages, shape, context.step)
-        broken = torch.zeros(len(messages), dtype=torch.bool, device=out.device)
-        if out.device.type == "cpu":
-            header.refuse(problems, header.PROBLEMS, messages, shape, context.step)
         if not context.dense:
-            self.add_all(messages[:, shape.body], out_, broken, context)
-        problems = torch.cat([problems, broken[:, None]], 1)
+            said, broken = self.read(messages[:, shape.body], context)
+            problems = torch.cat([problems, broken[:, None]], 1)
 
         def refuse() -> None:
             header.refuse(problems, (*header.PROBLEMS, BROKEN), messages, shape, context.step)
 
         if out.device.type == "cpu":
             refuse()
-        return Arrival((messages[:, 5] & 1).all(), None, problems.any(), refuse)
+        bad = problems.any()
+        if context.dense:
+            out.masked_fill_(~bad, 0.0)
+        else:
+            self.put(said, out, bad, context)
+        return Arrival((messages[:, 5] & 1).all(), None, bad, refuse)
 
     def words(self, numel: int, room: int) -> int:
         raise AssertionError("a message of fixed length needs no room")
@@ -100,12 +117,8 @@ class Fixed(ABC):
 
 
 def rank_by_rank(
-    add: Callable[[Tensor, Tensor, float, Context], Tensor],
-    bodies: Tensor,
-    out: Tensor,
-    broken: Tensor,
-    context: Context,
+    add: Callable[[Tensor, Tensor, float, Context], None], bodies: Tensor, out: Tensor, context: Context
 ) -> None:
-    """add_all by add(body, out, weight, context): out += weight * body, and bool [] whether it cannot be right."""
-    for rank, body in enumerate(bodies):
-        broken[rank] = add(body, out, 1 / len(bodies), context)
+    """add_all by add(body, out, weight, context): out += weight * body."""
+    for body in bodies:
+        add(body, out, 1 / len(bodies), context)

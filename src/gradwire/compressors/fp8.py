@@ -19,7 +19,6 @@ from gradwire.layout import Layout
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CODE = 0x7F  # the bits of a code without its sign
 LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}  # 448 and 57,344; above it are infinity and what is no number
-LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -64,17 +63,27 @@ class FP8(Free, Fixed):
         most = torch.full_like(largest, torch.finfo(FORMATS[self.format]).max)
         torch.clamp(largest / most, min=SMALLEST, out=scale)
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+    def read(self, bodies: Tensor, context: Context) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The codes, and the scales over W. No product of the two is infinite."""
         runs = tensors_of(context.layout)
         scales = bodies[:, : len(runs)].contiguous().view(torch.float32)
         codes = bodies[:, len(runs) :].contiguous().view(torch.uint8)[:, : runs.numel]
-        broken |= ~((scales > 0) & (scales <= LARGEST)).all(1)
-        shares = scales * (1 / len(bodies))
+        if compiles(bodies.device):
+            from gradwire.arithmetic import compiled_fp8
+
+            top = compiled_fp8.largest_codes(codes)
+        else:
+            top = torch.nn.functional.pad(codes & CODE, (0, 1)).amax(1)  # there may be no element
+        most = torch.finfo(FORMATS[self.format]).max
+        sound = ((scales > 0) & torch.isfinite(scales * most)).all(1) & (top <= LARGEST_CODE[self.format])
+        return (codes, scales * (1 / len(bodies))), ~sound
+
+    def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
+        runs, (codes, shares) = tensors_of(context.layout), said
         if compiles(out.device):
             from gradwire.arithmetic import compiled_fp8
 
-            broken |= compiled_fp8.add(self.format, codes, shares, out, runs)
+            compiled_fp8.add(self.format, codes, shares, out, runs)
             return
-        for rank, (row, share) in enumerate(zip(codes, shares, strict=True)):
-            broken[rank] |= ((row & CODE) > LARGEST_CODE[self.format]).any()
+        for row, share in zip(codes, shares, strict=True):
             out += row.view(FORMATS[self.format]).float() * runs.spread(share)

@@ -83,10 +83,11 @@ class MomentumDCT(Held, Fixed):
             state.residual *= context.layout.spread(torch.where(context.active, self.momentum, 1.0))
         state.residual += grad
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+    def read(self, bodies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """All ranks' components are added up, in rank order, before the one inverse transform."""
-        tiles, coefficients = Tiles.of(context.layout, self.chunk), torch.zeros_like(out)
-        fields = list(self._fields(tiles, out.device))
+        tiles, device = Tiles.of(context.layout, self.chunk), bodies.device
+        coefficients = torch.zeros(context.layout.numel, device=device)
+        broken, fields = torch.zeros(len(bodies), dtype=torch.bool, device=device), list(self._fields(tiles, device))
         for rank, body in enumerate(bodies):
             words = torch.cat([unsigned(body), body.new_zeros(SPARE, dtype=torch.int64)])
             for group, positions in fields:
@@ -95,9 +96,12 @@ class MomentumDCT(Held, Fixed):
                 wrong = (places >= group.size) | ~(amplitudes.abs() <= LARGEST)
                 broken[rank] |= wrong.any()
                 shares = (amplitudes * (1 / len(bodies))).masked_fill_(wrong, 0.0)
-                flat = group.starts(out.device) + places.clamp_(max=group.size - 1)
+                flat = group.starts(device) + places.clamp_(max=group.size - 1)
                 coefficients.index_add_(0, flat.flatten(), shares.flatten())
-        tiles.inverse(coefficients, out)
+        return coefficients, broken
+
+    def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
+        Tiles.of(context.layout, self.chunk).inverse(said, out)
         if self.sign:
             out.sign_()
 

@@ -47,10 +47,13 @@ class OneBit(Held, Fixed):
         words = torch.cat([high.view(torch.int32), low.view(torch.int32), bits])
         return Body(words, norm, lambda: state.residual.copy_(grad))
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+    def read(self, bodies: Tensor, context: Context) -> tuple[signs.Said, Tensor]:
         runs = columns_of(context.layout)
         values = bodies[:, : 2 * len(runs)].contiguous().view(torch.float32)
         high, low = values[:, : len(runs)], values[:, len(runs) :]
-        broken |= ~((high >= 0) & (high <= signs.LARGEST) & (low <= 0) & (low >= -signs.LARGEST)).all(1)
+        sound = ((high >= 0) & (high <= signs.LARGEST) & (low <= 0) & (low >= -signs.LARGEST)).all(1)
         share = 1 / len(bodies)
-        signs.add(bodies[:, 2 * len(runs) :], high * share, low * share, out, runs)
+        return signs.Said(bodies[:, 2 * len(runs) :], high * share, low * share), ~sound
+
+    def add_all(self, said: signs.Said, out: Tensor, context: Context) -> None:
+        signs.add(*said, out, columns_of(context.layout))

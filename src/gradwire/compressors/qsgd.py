@@ -87,31 +87,38 @@ class QSGD(Free, Fixed):
             return largest(grad, groups)
         return folded(groups.rows(grad.double().square_())).sqrt_().clamp_(max=LARGEST).float()
 
-    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor:
+    def read(self, bodies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        n_groups = len(groups_of(context.layout, self.group))
+        return bodies, unsound(bodies[:, :n_groups].view(torch.float32))
+
+    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> None:
         groups = groups_of(context.layout, self.group)
         norms = body[: len(groups)].view(torch.float32)
         codes = fields.unpack(body[len(groups) :], self.bits, context.layout.numel)
         value = (codes & self.levels) * groups.spread(norms * (weight / self.levels))
         out += torch.where(codes > self.levels, -value, value)
-        return unsound(norms)
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+    def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
         """All ranks in one pass, tile by tile, where there is a compiler."""
-        groups = groups_of(context.layout, self.group)
-        if compiles(out.device):
-            from gradwire.arithmetic import compiled_qsgd
-
-            norms, words = bodies[:, : len(groups)].view(torch.float32), bodies[:, len(groups) :]
-            compiled_qsgd.add(words, norms * (1 / len(bodies) / self.levels), groups, self.bits, out)
-            broken |= unsound(norms)
+        if not compiles(out.device):
+            rank_by_rank(self.add, said, out, context)
             return
+        from gradwire.arithmetic import compiled_qsgd
+
+        groups = groups_of(context.layout, self.group)
+        norms, words = said[:, : len(groups)].view(torch.float32), said[:, len(groups) :]
+        compiled_qsgd.add(words, norms * (1 / len(said) / self.levels), groups, self.bits, out)
+
+    def put(self, said: Tensor, out: Tensor, bad: Tensor, context: Context) -> None:
+        """On a GPU the same, and nothing is read of `out`."""
         if triton_ready(out.device):
             from gradwire.arithmetic import triton_qsgd
 
+            groups = groups_of(context.layout, self.group)
             if triton_qsgd.serves(groups):
-                triton_qsgd.add(bodies, groups, self.bits, out, broken)
+                triton_qsgd.put(said, groups, self.bits, out, bad)
                 return
-        rank_by_rank(self.add, bodies, out, broken, context)
+        super().put(said, out, bad, context)
 
 
 def unsound(norms: Tensor) -> Tensor:

@@ -73,14 +73,18 @@ class SignSGD(Held, Fixed):
         bits = signs.settle(grad, scale, -scale, zero_below, state.residual, runs)
         return Body(torch.cat([scale.view(torch.int32), bits]), norm, lambda: state.residual.copy_(grad))
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
-        runs, begin = tensors_of(context.layout), self._head_words(context.layout)
+    def read(self, bodies: Tensor, context: Context) -> tuple[signs.Said, Tensor]:
+        begin = self._head_words(context.layout)
         if self.vote:
-            votes = torch.stack([fields.unpack(body, 1, len(runs)) for body in bodies[:, :begin]]).float()
-            signs.add(bodies[:, begin:], votes, -votes, out, runs)
+            sizes = torch.stack([fields.unpack(body, 1, len(context.layout)) for body in bodies[:, :begin]]).float()
+            sound = torch.ones(len(bodies), dtype=torch.bool, device=bodies.device)
+        else:
+            scales = bodies[:, :begin].contiguous().view(torch.float32)
+            sound = ((scales >= 0) & (scales <= signs.LARGEST)).all(1)
+            sizes = scales * (1 / len(bodies))
+        return signs.Said(bodies[:, begin:], sizes, -sizes), ~sound
+
+    def add_all(self, said: signs.Said, out: Tensor, context: Context) -> None:
+        signs.add(*said, out, tensors_of(context.layout))
+        if self.vote:
             out.sign_()
-            return
-        scales = bodies[:, :begin].contiguous().view(torch.float32)
-        broken |= ~((scales >= 0) & (scales <= signs.LARGEST)).all(1)
-        shares = scales * (1 / len(bodies))
-        signs.add(bodies[:, begin:], shares, -shares, out, runs)

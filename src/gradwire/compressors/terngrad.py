@@ -72,26 +72,29 @@ class TernGrad(Free, Fixed):
             return tops
         return clipped(tops, deviations(grad, layout), self.clip)
 
-    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor:
+    def read(self, bodies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        n_scales = len(context.layout)
+        scales, packed = bodies[:, :n_scales].view(torch.float32), bodies[:, n_scales:].view(torch.uint8)
+        return bodies, unsound(scales) | (packed > TOP).any(1)
+
+    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> None:
         layout = context.layout
         scales, packed = body[: len(layout)].view(torch.float32), body[len(layout) :].view(torch.uint8)
         places = torch.tensor(PLACES, dtype=torch.uint8, device=out.device)
         trits = (packed[:, None] // places % 3).flatten()[: layout.numel]
         value = torch.where(trits == 0, 0.0, layout.spread(scales * weight))
         out += torch.where(trits == 2, -value, value)
-        return unsound(scales) | (packed > TOP).any()
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
+    def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
         """On a CPU tile by tile, all ranks."""
         if not compiles(out.device):
-            rank_by_rank(self.add, bodies, out, broken, context)
+            rank_by_rank(self.add, said, out, context)
             return
         from gradwire.arithmetic import compiled_terngrad
 
         n_scales = len(context.layout)
-        scales, packed = bodies[:, :n_scales].view(torch.float32), bodies[:, n_scales:].view(torch.uint8)
-        compiled_terngrad.add(packed, scales * (1 / len(bodies)), context.layout, out)
-        broken |= unsound(scales) | (packed > TOP).any(1)
+        scales, packed = said[:, :n_scales].view(torch.float32), said[:, n_scales:].view(torch.uint8)
+        compiled_terngrad.add(packed, scales * (1 / len(said)), context.layout, out)
 
 
 def _n_words(layout: Layout) -> int:

@@ -13,7 +13,7 @@ from gradwire import kernels
 from gradwire.arithmetic.largest import largest
 from gradwire.arithmetic.quota import Quota, check_density
 from gradwire.compressors.base import Context
-from gradwire.compressors.fixed import Body, Fixed, rank_by_rank
+from gradwire.compressors.fixed import Body, Fixed
 from gradwire.compressors.held import Held, Residual
 from gradwire.compressors.velocity import check_momentum, quicken
 from gradwire.layout import Layout
@@ -130,17 +130,23 @@ class TopK(Held, Fixed):
         words = torch.cat([values.view(torch.int32), places.pack(within, owner, Code.of(quota))])
         return Body(words, values.abs().sum(), undo, quota.true_of(values != 0))
 
-    def add_all(self, bodies: Tensor, out: Tensor, broken: Tensor, context: Context) -> None:
-        rank_by_rank(self.add, bodies, out, broken, context)
-
-    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> Tensor:
+    def read(self, bodies: Tensor, context: Context) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Places and values of each rank."""
         quota = self._quota(context)
-        owner, values = quota.tensor(out.device), body[: quota.total].view(torch.float32)
-        within, wrong = places.unpack(body[quota.total :], owner, Code.of(quota))
-        index = within + quota.table(out.device).offsets[owner]
-        out.index_add_(0, index, values * weight)
-        twice = (index.diff() <= 0) & (values[1:] != 0)
-        return wrong | twice.any() | ~torch.isfinite(values).all()
+        owner = quota.tensor(bodies.device)
+        offsets, broken, said = quota.table(bodies.device).offsets[owner], [], []
+        for body in bodies:
+            values = body[: quota.total].view(torch.float32)
+            within, wrong = places.unpack(body[quota.total :], owner, Code.of(quota))
+            index = within + offsets
+            twice = (index.diff() <= 0) & (values[1:] != 0)
+            broken.append(wrong | twice.any() | ~torch.isfinite(values).all())
+            said.append((index, values))
+        return said, torch.stack(broken)
+
+    def add_all(self, said: list[tuple[Tensor, Tensor]], out: Tensor, context: Context) -> None:
+        for index, values in said:
+            out.index_add_(0, index, values * (1 / len(said)))
 
 
 def _body_words(quota: Quota) -> int:

@@ -6,8 +6,11 @@ import numpy as np
 
 from gradwire.kernels.compiled_encode import ZERO
 from gradwire.machine import Array, compiled
+from gradwire.wire import header
 
 CACHED = 1 << 16  # elements of a result that stay in the second-level cache while all ranks' words are added to them
+KEY, MULTIPLIER, HALF = np.uint64(header.KEY), np.uint64(header.MULTIPLIER), np.uint64(32)
+OWN = header.CHECKSUM.start // 2  # the pair of words that the checksum is in
 
 
 @compiled
@@ -112,11 +115,23 @@ def add(
 
 
 @compiled
+def mixed(pair: np.uint64, number: int) -> np.uint64:
+    """What x_number adds to the checksum."""
+    x = pair + np.uint64(number) * KEY
+    x = (x ^ (x >> HALF)) * MULTIPLIER
+    x = (x ^ (x >> HALF)) * MULTIPLIER
+    return x ^ (x >> HALF)
+
+
+@compiled
 def checksum(begin: int, end: int, words: Array) -> np.uint64:
-    """sum_i w_i (2 i + 1) of words[begin:end], modulo 2^64."""
-    total = np.uint64(0)
-    for i in range(begin, end):
-        total += np.uint64(np.int64(words[i])) * np.uint64(2 * i + 1)
+    """sum_i mix(x_i + i KEY) of the pairs begin .. end of words, modulo 2^64, without its own."""
+    total, pairs = np.uint64(0), words[: words.size // 2 * 2].view(np.uint64)
+    for first, last in ((begin, min(end, OWN)), (max(begin, OWN + 1), min(end, pairs.size))):
+        for i in range(first, last):
+            total += mixed(pairs[i], i)
+    if end > pairs.size:
+        total += mixed(np.uint64(np.uint32(words[words.size - 1])), pairs.size)
     return total
 
 

@@ -18,6 +18,8 @@ from gradwire.wire import compact, header
 from gradwire.wire import words as wire_words
 from gradwire.wire.header import Parts, Shape
 
+LOW = 0xFFFFFFFF
+
 
 def encode(
     grad: Tensor,
@@ -248,9 +250,23 @@ def unpack(
 
 
 def checksum(messages: Tensor) -> Tensor:
-    """sum_i w_i (2 i + 1) modulo 2^64 as two words, [..., 2]: one changed word always shows."""
-    place = torch.arange(messages.shape[-1], device=messages.device) * 2 + 1
-    return (messages.long() * place).sum(-1, keepdim=True).view(torch.int32)
+    """sum_i mix(x_i + i KEY) modulo 2^64 as two words, [..., 2], over all but x_4, which is where it stands.
+
+    x_i = w_2i + 2^32 w_2i+1, an odd last word alone. `mix` is one to one, so one changed x always shows; where several
+    change, what they add is as good as drawn, however they are related.
+    """
+    words = torch.nn.functional.pad(messages, (0, messages.shape[-1] % 2)).long()
+    number = torch.arange(words.shape[-1] // 2, device=messages.device)
+    x = ((words[..., ::2] & LOW) | (words[..., 1::2] << 32)) + number * _signed(header.KEY)
+    for _ in range(2):
+        x = (x ^ (x >> 32 & LOW)) * _signed(header.MULTIPLIER)
+    mixed = (x ^ (x >> 32 & LOW)).masked_fill(number == header.CHECKSUM.start // 2, 0)
+    return mixed.sum(-1, keepdim=True).view(torch.int32)
+
+
+def _signed(number: int) -> int:
+    """The int64 of the same bits."""
+    return number - (number >> 63 << 64)
 
 
 def seal(shape: Shape, step: int, parts: Parts) -> Tensor:

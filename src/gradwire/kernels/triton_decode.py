@@ -1,6 +1,6 @@
 """Step 6 for CUDA, and the checksum of steps 4 and 6: Triton kernels. triton_check.py has what comes before `add`.
 
-checksum   sum_i w_i (2 i + 1) of every message
+checksum   sum_i mix(x_i + i KEY) of every message
 add        out = the mean over the ranks, in their order, tile by tile in shared memory
 """
 
@@ -13,27 +13,34 @@ import triton
 import triton.language as tl
 
 from gradwire.kernels import triton_shared as shared
+from gradwire.wire import header
 
 PLACE = tl.constexpr((1 << 28) - 1)
 AHEAD = tl.constexpr(8)  # ranks whose words are on their way together
+KEY, MULTIPLIER = tl.constexpr(header.KEY), tl.constexpr(header.MULTIPLIER)
+OWN = tl.constexpr(header.CHECKSUM.start // 2)  # the pair of words that the checksum is in
+
+
+@triton.jit
+def mixed(x):
+    x = (x ^ (x >> 32)) * MULTIPLIER
+    x = (x ^ (x >> 32)) * MULTIPLIER
+    return x ^ (x >> 32)
 
 
 @triton.jit(do_not_specialize=["n_words"])
-def checksum_kernel(
-    messages, stride: tl.int64, n_words, total, short: tl.constexpr, width: tl.constexpr, rounds: tl.constexpr
-):
-    """Program (part of a message, rank). Integers modulo 2^64: the order in which they are added is of no account.
-
-    short: 2 n_words fits an int32. Then a product and its sum are one instruction.
-    """
-    rank, begin, added = tl.program_id(1), tl.program_id(0) * (width * rounds), tl.zeros((width,), tl.int64)
-    message = messages + rank * stride + begin + tl.arange(0, width)
+def checksum_kernel(messages, stride: tl.int64, n_words, total, width: tl.constexpr, rounds: tl.constexpr):
+    """Program (part of a message, rank). Integers modulo 2^64: the order in which they are added is of no account."""
+    rank, begin, added = tl.program_id(1), tl.program_id(0) * (width * rounds), tl.zeros((width,), tl.uint64)
+    message = messages + rank * stride
     for number in tl.static_range(rounds):
-        at = begin + number * width + tl.arange(0, width)
-        word = tl.load(message + number * width, mask=at < n_words, other=0)
-        weight = 2 * (at if short else at.to(tl.int64)) + 1
-        added += word.to(tl.int64) * weight.to(tl.int64)
-    tl.atomic_add(total + rank, tl.sum(added), sem="relaxed")
+        pair = begin + number * width + tl.arange(0, width)
+        low = tl.load(message + 2 * pair, mask=2 * pair < n_words, other=0)
+        high = tl.load(message + 2 * pair + 1, mask=2 * pair + 1 < n_words, other=0)
+        x = low.to(tl.uint32, bitcast=True).to(tl.uint64) | high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+        counts = (2 * pair < n_words) & (pair != OWN)
+        added += tl.where(counts, mixed(x + pair.to(tl.uint64) * KEY), 0)
+    tl.atomic_add(total + rank, tl.sum(added).to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @triton.jit

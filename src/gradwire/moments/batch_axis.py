@@ -59,6 +59,7 @@ class BatchAxis:
         self.failure: str | None = "it was not called yet"
         self.input: str | None = None  # the name of the tensor that they are counted in
         self.raw: dict[tuple[str, str], str] = {}  # what torch's functions do with raw parameters, see raw.py
+        self.positions: frozenset[str] = frozenset()  # embeddings whose ids are the same for all samples, and added
         self._known: dict[Key, set[Where]] = {}
         self._followed: set[Any] = set()
         self._missing = False
@@ -80,10 +81,11 @@ class BatchAxis:
         self._followed.add(kind if kind not in self._followed else (kind, len(self._followed)))
         self._missing = False
         try:
-            notes = follow(recorder, root, args, kwargs, self.axis)
+            notes, positions = follow(recorder, root, args, kwargs, self.axis)
         except CannotFollow as error:
             self.give_up(str(error))
             return
+        self.positions = positions if not self._known else self.positions & positions
         self.failure = None
         for key, where in notes:
             self._known.setdefault(key, set()).add(where)

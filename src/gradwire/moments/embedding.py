@@ -16,32 +16,44 @@ from gradwire.moments.uses import Picked, Rows
 
 
 def with_batch_axis(tap: Tap, module: nn.Embedding, ids: Tensor) -> Tensor:
-    """Positions without a batch axis -> [B, T], for without it their gradient comes summed over the samples.
+    """Positions without a batch axis, [T] or [1, T] -> [B, T]: else their gradient comes summed over the samples.
 
-    Only where nothing else can be meant: ids [1, T] in a model that is called on token ids [B, T] (GPT-2). Everything
-    else must be told, batch_dim={module: "positions"}, since a longer output may change the model: ids [T] as many as
-    the batch (T = B) look like one label for each sample, and are taken for labels.
+    A longer output may change the model. So only where it was followed that positions are just added to what has the
+    batch, or where the caller says so, batch_dim={module: "positions"}; and where nothing could be followed, for ids
+    [1, T] in a model that is called on token ids [B, T].
     """
-    root = tap.recorder.now()
+    batch = tap.recorder.now().batch
     # frequencies would count the copies
-    if root.batch is None or module.scale_grad_by_freq:
+    if batch is None or module.scale_grad_by_freq:
         return ids
     if tap.positions:
         axis = tap.recorder.root_axis
         if ids.ndim == 1 and axis == 0:  # where samples come second the caller inserts their axis himself
-            return ids.expand(root.batch, ids.shape[0])
+            return ids.expand(batch, ids.shape[0])
         if ids.ndim == 2 and axis in (0, 1) and ids.shape[axis] == 1:
-            return ids.expand(root.batch, -1) if axis == 0 else ids.expand(-1, root.batch)
+            return ids.expand(batch, -1) if axis == 0 else ids.expand(-1, batch)
         return ids
-    alone = ids.ndim == 2 and ids.shape[0] == 1 and ids.shape[1] > 1 and root.batch > 1
-    if alone and ids.shape[1] == root.tokens and tap.axis == 0 and not tap.named:
-        return ids.expand(root.batch, -1)
-    return ids
+    shared = ids.ndim == 1 or (ids.ndim == 2 and ids.shape[0] == 1)
+    if tap.named or tap.recorder.root_axis != 0 or not shared or not added_to_all(tap, ids, batch):
+        return ids
+    return ids.expand(batch, ids.shape[-1])
+
+
+def added_to_all(tap: Tap, ids: Tensor, batch: int) -> bool:
+    """Whether these are positions that are the same for all samples, and nothing but added to what has the batch."""
+    recorder = tap.recorder
+    if recorder.following is not None:
+        return recorder.following.spreads(tap, ids)
+    if recorder.batch_axis.followed:
+        return tap.name in recorder.batch_axis.positions
+    return ids.ndim == 2 and ids.shape[1] == recorder.now().tokens and ids.shape[1] > 1 and batch > 1
 
 
 def embedding_forward(module: nn.Embedding, tap: Tap, input: Tensor) -> Tensor:
     """Embedding.forward, with a batch axis where one is missing."""
     ids = with_batch_axis(tap, module, input)
+    if ids is not input and tap.recorder.following is not None:
+        tap.recorder.following.mark(ids)
     output: Tensor = type(module).forward(module, ids)
     return watch(tap, output, (ids,))
 

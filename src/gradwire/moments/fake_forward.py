@@ -8,13 +8,14 @@ size holds six rows a sample, and in which order they lie follows from the views
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 import random
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,8 @@ aten = torch.ops.aten
 UNUSUAL = tuple(8 * prime for prime in (37, 41, 43, 47, 53, 59, 61, 67))
 Order = tuple[int, int] | None  # rows in front of and behind each sample's along a dim; None: they cannot be told
 Orders = dict[int, Order]  # by the size of the dim
-ATTRIBUTE = "_gradwire_orders"
+Found = tuple[list[tuple[Key, Where]], frozenset[str]]
+ATTRIBUTE, POSITIONS = "_gradwire_orders", "_gradwire_positions"
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 # What gives the rows of its first input another order, or picks some of them.
 REORDER = (
@@ -47,6 +49,13 @@ REORDER = (
     *(aten.take.default, aten.sort.default, aten.sort.stable, aten.topk.default, aten.roll.default),
     *(aten.flip.default, aten.argsort.default, aten.argsort.stable, aten.as_strided.default),
 )
+# What leaves every sample's share where it is, and what puts several together element by element.
+MOVES = (
+    *(*VIEWS, aten.embedding.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim),
+    *(aten.permute.default, aten.transpose.int, aten.slice.Tensor, aten.detach.default, aten.alias.default),
+    *(aten._to_copy.default, aten.clone.default),
+)
+ADDS = (aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.mul_.Tensor)
 PARTS = (aten.split.Tensor, aten.split_with_sizes.default, aten.slice.Tensor, aten.unbind.int, aten.chunk.default)
 
 
@@ -54,10 +63,8 @@ class CannotFollow(Exception):  # noqa: N818 - it is no error, it is an answer
     """Why this model's batch axis cannot be followed."""
 
 
-def follow(
-    recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int
-) -> list[tuple[Key, Where]]:
-    """Where the samples lie in what each watched layer puts out, call by call.
+def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> Found:
+    """Where the samples lie in what each watched layer puts out, call by call, and which embeddings are positions.
 
     All inputs that are as long as the batch are taken for batches, unless the model does not take them together: a
     mask [T, T] may be so by chance.
@@ -73,29 +80,65 @@ def follow(
         # a path that is drawn at random while training cannot be followed, the one without chance can
         for training in dict.fromkeys((root.training, False)):
             try:
-                return Forward(recorder, axis, chosen).run(root, given, training)
+                return with_positions(functools.partial(Forward, recorder, axis, root, given, chosen, training))
             except Exception as error:  # anything that a model may do to a tensor without values
                 why = why or f"{type(error).__name__}: {error}"
     raise CannotFollow(" ".join(why.split())[:200])
 
 
+def with_positions(make: Callable[[frozenset[str]], Forward]) -> Found:
+    """Positions are given the batch where the model then puts out as much, and does nothing with them but add them."""
+    plain = make(frozenset())
+    plain.run()
+    shared = [frozenset(plain.shared), *[frozenset([name]) for name in sorted(plain.shared)]]
+    for names in dict.fromkeys(shared) if plain.shared else ():
+        spread = make(names)
+        try:
+            spread.run()
+        except Exception:  # the longer output does not fit: these are no positions
+            continue
+        if spread.output == plain.output and not spread.rows.misused:
+            return spread.found, names
+    return plain.found, frozenset()
+
+
 def as_long(one: Any, axis: int, batch: int | None) -> bool:
-    return isinstance(one, Tensor) and one.ndim > axis and one.shape[axis] == batch
+    """Whether it has as many entries as there are samples, or one more: offsets of bags with the last one's end."""
+    if not isinstance(one, Tensor) or one.ndim <= axis or batch is None:
+        return False
+    offsets = one.ndim == 1 and not one.is_floating_point() and one.shape[axis] == batch + 1
+    return one.shape[axis] == batch or offsets
 
 
 class Forward:
-    """One forward pass on fake tensors; batched: the ids of the inputs that are batches."""
+    """One forward pass on fake tensors.
 
-    def __init__(self, recorder: Recorder, axis: int, batched: frozenset[int]) -> None:
-        self.recorder, self.axis, self.batched = recorder, axis, batched
+    batched: the ids of the inputs that are batches; positions: the embeddings whose ids are given the batch.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        axis: int,
+        root: nn.Module,
+        given: Any,
+        batched: frozenset[int],
+        training: bool,
+        positions: frozenset[str],
+    ) -> None:
+        self.recorder, self.axis, self.root, self.given = recorder, axis, root, given
+        self.batched, self.training, self.positions = batched, training, positions
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
-        self.batch = 0
+        self.batch, self.samples = 0, recorder.batch or 0
         self.tokens: int | None = None
         self.found: list[tuple[Key, Where]] = []
+        self.output: Any = None  # the shapes of what the model puts out
+        self.shared: set[str] = set()  # embeddings given ids that are the same for all samples
+        self._labels: set[str] = set()  # and those given one for each
         self._fakes: dict[int, Tensor] = {}  # what is one tensor stays one
 
-    def run(self, root: nn.Module, given: Any, training: bool) -> list[tuple[Key, Where]]:
-        model = inner_of(root)
+    def run(self) -> None:
+        model, given = inner_of(self.root), self.given
         held = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(given)]
         sizes = {size for one in held if isinstance(one, Tensor) for size in one.shape}
         self.batch = next((one for one in UNUSUAL if all(size % one for size in sizes if size)), UNUSUAL[0])
@@ -104,12 +147,13 @@ class Forward:
         with quiet(), self.mode, self._listening():
             args, kwargs = pytree.tree_map_only(Tensor, self._fake, given)
             twin = self._stand_in(model, {})
-            if not training:
+            if not self.training:
                 twin.eval()
             with self.rows:
                 # the hooks of a model that is not wrapped are this recorder's
-                (twin.forward if model is root else twin)(*args, **kwargs)
-        return self.found
+                output = (twin.forward if model is self.root else twin)(*args, **kwargs)
+        self.output = [numbers(one) for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
+        self.shared -= self._labels
 
     @property
     def passed(self) -> Pass:
@@ -119,6 +163,15 @@ class Forward:
     def note(self, tap: Tap, part: str, output: Tensor) -> None:
         """A layer puts this out."""
         self.found.append(((tap.name, part, output.ndim), self.rows.where(output)))
+
+    def spreads(self, tap: Tap, ids: Tensor) -> bool:
+        """Whether an embedding's ids [T] or [1, T] are given the batch."""
+        (self._labels if self.rows.where(ids).doubt is None else self.shared).add(tap.name)
+        return tap.name in self.positions and tap.name not in self._labels
+
+    def mark(self, ids: Tensor) -> None:
+        """These ids were given the batch."""
+        setattr(ids, POSITIONS, True)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -135,7 +188,7 @@ class Forward:
         if id(tensor) not in self._fakes:
             if id(tensor) in self.batched:
                 shape = list(tensor.shape)
-                shape[self.axis] = self.batch
+                shape[self.axis] += self.batch - self.samples
                 fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             else:
                 fake = self.mode.from_tensor(tensor.detach())
@@ -184,16 +237,29 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, batch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.batch = batch
+        self.misused = False  # positions were used for something else than to be added
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
+        outputs = [one for one in pytree.tree_leaves(made) if isinstance(one, Tensor)]
+        if not outputs:  # such as the device of a tensor
+            return made
         given = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        for output in pytree.tree_leaves(made):
-            if isinstance(output, Tensor) and any(map(self._times, output.shape)):
-                orders = self._orders(func, args, given, output)
-                if orders:
-                    setattr(output, ATTRIBUTE, orders)
+        for output in outputs:
+            if any(map(self._times, output.shape)) and (orders := self._orders(func, args, given, output)):
+                setattr(output, ATTRIBUTE, orders)
+        if any(hasattr(one, POSITIONS) for one in given):
+            self._trace(func, given, made)
         return made
+
+    def _trace(self, func: Any, given: Sequence[Tensor], made: Any) -> None:
+        """Positions that were given the batch: each sample's must come to this sample alone."""
+        batched = isinstance(made, Tensor) and self.where(made).doubt is None
+        meets = any(self.where(one).doubt is None and not hasattr(one, POSITIONS) for one in given)
+        if not batched or func not in (ADDS if meets else (*MOVES, *ADDS)):
+            self.misused = True
+        elif not meets:
+            setattr(made, POSITIONS, True)
 
     def where(self, tensor: Tensor) -> Where:
         """The axis of the samples."""

@@ -1,0 +1,132 @@
+"""When something goes wrong on the courier's thread no rank waits for the timeout, whatever it is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+import scenes
+from gradwire import VGC, Dense
+from gradwire import link as link_module
+from gradwire.sums import Small
+from workers import Workers
+
+TIMEOUT, SOON = 40, 10  # seconds, of the group and of an error
+
+
+class Stop(BaseException):
+    """As SystemExit is, and what Ctrl-C raises: no Exception."""
+
+
+def attached(small: Small | None) -> tuple[DistributedDataParallel, Any]:
+    """After some steps, a bucket a parameter; small ones may be summed beside those that the courier takes."""
+    model = scenes.ddp(scenes.net())
+    wire = gradwire.attach(model, Dense())
+    list(scenes.train(model, range(2), scenes.sgd(model)))
+    wire._link.use(VGC(alpha=1.0), small)
+    list(scenes.train(model, range(2, 4), scenes.sgd(model)))
+    return model, wire
+
+
+def spoiled_message(delivery: Any) -> None:
+    """The last rank's third message arrives changed."""
+    gather, calls = delivery._courier.gather, []
+
+    def spoiled(message: torch.Tensor) -> Any:
+        flight = gather(message)
+        calls.append(1)
+        if len(calls) == 3:
+            flight.wait()[-1, -1] ^= 4
+        return flight
+
+    delivery._courier.gather = spoiled
+
+
+def broken_undo(delivery: Any) -> None:
+    """And what was sent cannot be taken back."""
+    spoiled_message(delivery)
+    send = delivery._send
+
+    def sent(compressor: Any, step: Any, parcel: Any) -> Any:
+        step.undo.append(fails)
+        return send(compressor, step, parcel)
+
+    delivery._send = sent
+
+
+def fails() -> None:
+    raise ZeroDivisionError("no way back")
+
+
+def stopped(delivery: Any) -> None:
+    """No Exception, in the third bucket to be encoded."""
+    send, calls = delivery._send, []
+
+    def sent(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise Stop("pressed")
+        return send(*args)
+
+    delivery._send = sent
+
+
+def broken_future(delivery: Any) -> None:
+    """The second future of the step does not take its result."""
+    calls = []
+
+    class Future(torch.futures.Future):
+        def set_result(self, result: Any) -> None:
+            calls.append(1)
+            if len(calls) == 2:
+                raise MemoryError("full")
+            super().set_result(result)
+
+    link_module.Future = Future  # type: ignore[misc]
+
+
+SMALL = Small(200, Dense())
+CORRUPT = "is corrupt: its checksum does not match"
+FAULTS = {
+    "spoiled": (spoiled_message, SMALL, CORRUPT),
+    "undo": (broken_undo, SMALL, f"{CORRUPT}. What this step had sent could not be taken back"),
+    "stop": (stopped, SMALL, "Stop: pressed"),
+    "future": (broken_future, None, "full"),  # DDP looks at small buckets first, and no further
+}
+
+
+def after(fault: str) -> tuple[list[str], float, bool]:
+    """What the step with the fault and the next one say, how long that takes, whether the courier is still there."""
+    spoil, small, _ = FAULTS[fault]
+    model, wire = attached(small)
+    spoil(wire._link._delivery)
+    begin, messages = time.monotonic(), []
+    for step in range(2):
+        x, y = scenes.batch(step)
+        try:
+            nn.functional.cross_entropy(model(x), y).backward()
+            messages.append("no error")
+        except RuntimeError as error:
+            messages.append(str(error))
+    alive = any(thread.name == "gradwire-courier" for thread in threading.enumerate())
+    return messages, time.monotonic() - begin, alive
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_rank_hears_of_it_at_once(fault: str) -> None:
+    workers = Workers(2, timeout=TIMEOUT)
+    try:
+        for messages, seconds, alive in workers.run(after, fault):
+            assert FAULTS[fault][2] in messages[0]
+            assert messages[1] != "no error"
+            assert seconds < SOON
+            assert alive
+    finally:
+        workers.close()
