@@ -58,7 +58,6 @@ class BatchAxis:
         self.axis = axis  # of the samples in what the model is called on
         self.failure: str | None = "it was not called yet"
         self.input: str | None = None  # the name of the tensor that they are counted in
-        self.raw: dict[tuple[str, str], str] = {}  # what torch's functions do with raw parameters, see raw.py
         self.positions: frozenset[str] = frozenset()  # embeddings whose ids are the same for all samples, and added
         self._known: dict[Key, set[Where]] = {}
         self._followed: set[Any] = set()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gradwire.moments.batch_axis import NOWHERE
+from gradwire.moments.batch_axis import NOWHERE, Where
 from gradwire.moments.linear import linear
 from gradwire.moments.normalization import by_feature
 from gradwire.moments.registry import Layer, Uses, layer_of, path_of
@@ -27,7 +27,6 @@ from gradwire.moments.tap import Tap, watch
 from gradwire.moments.together import exact_dtype
 from gradwire.moments.uses import Direct, Use
 
-DERIVE, SPREAD, EXPAND, LAYER, PASS = "derive", "spread", "expand", "layer", "pass"
 ELEMENTWISE = {"add", "sub", "mul", "div", "true_divide", "add_", "sub_", "mul_", "div_"}
 SPREADING = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
 CASTING = {"to", "type_as"}  # take another tensor's dtype, and nothing of its values
@@ -60,9 +59,14 @@ class Call:
         differentiated = torch.is_grad_enabled() or self.following is not None  # not yet, by a reentrant checkpoint
         return self.open and differentiated and bool(self.hooks == hooks())
 
-    def doubt(self, reason: str) -> None:
-        for ledger in self.tap.ledgers.values():
-            ledger.hint = reason
+    def place(self, part: str, dims: int) -> Where:
+        """Where the samples lie in what this function puts out, as it was followed."""
+        found = self.tap.recorder.batch_axis.find(self.tap.name, part, dims)
+        assert found is not None  # otherwise there are no stands
+        if found.doubt not in (None, NOWHERE):
+            for ledger in self.tap.ledgers.values():
+                ledger.hint = found.doubt or ""
+        return found
 
 
 def hooks() -> Any:
@@ -108,36 +112,50 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """func of what the stands stand for, and its result watched where samples come to a parameter."""
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     stands = [leaf for leaf in tensors if type(leaf) is Stand]
+    others = [leaf for leaf in tensors if type(leaf) is not Stand]
     call, name = stands[0].call, func.__name__
     given = plain((args, dict(kwargs)))
     if not call.listens():
         return func(*given[0], **given[1])
     call.ordinal += 1
-    part, notes = f"{call.ordinal} {name}", call.tap.recorder.batch_axis.raw
-    key = call.tap.name, part
+    part = f"{call.ordinal} {name}"
     if call.following is not None:
-        with Drawing() as drawing:  # type: ignore[no-untyped-call]
-            result = func(*given[0], **given[1])
-        how = judge(call, name, stands, [leaf for leaf in tensors if type(leaf) is not Stand], result)
-        if drawing.drawn:
-            call.doubt(DRAWN.format(kind=path_of(type(call.module)), name=name))
-        how = PASS if drawing.drawn or notes.get(key, how) != how else how
-        notes[key] = how
-        if how in (SPREAD, EXPAND, LAYER):
-            call.following.note(call.tap, part, result)
-        return stand(call, result, result, {}) if how == DERIVE else result
-    how = notes.get(key, PASS)
-    if how == SPREAD:
-        return spread(func, args, kwargs, stands[0], part)
+        return followed(call, part, partial(func, *given[0], **given[1]), name, stands, others)
+    if name in ELEMENTWISE and len(stands) == len(others) == 1:
+        shape = torch.broadcast_shapes(stands[0].actual.shape, others[0].shape)  # type: ignore[no-untyped-call]
+        axis = call.place(part, len(shape)).axis
+        if axis is not None:
+            return spread(func, args, kwargs, stands[0], shape, axis, part)
     result = func(*given[0], **given[1])
-    if how == DERIVE:
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return result
+    place = call.place(part, result.ndim)
+    if place.doubt == NOWHERE:
         return derived(func, args, kwargs, result, stands)
-    if how == EXPAND:
-        return watched(result, stands[0], part)
-    return by_layer(name, args, kwargs, result, call, part) if how == LAYER else result
+    if place.axis is None:
+        return result
+    return watched(result, stands[0], part) if name in SPREADING else by_layer(name, args, kwargs, result, call, part)
 
 
 # ---- what a function does, judged where the batch has a size that nothing else has
+
+
+def followed(
+    call: Call, part: str, run: Callable[[], Any], name: str, stands: Sequence[Stand], others: Sequence[Tensor]
+) -> Any:
+    """Notes where the samples lie in what comes out: nowhere, along an axis to be watched, or not to be followed."""
+    with Drawing() as drawing:  # type: ignore[no-untyped-call]
+        result = run()
+    if not isinstance(result, Tensor) or not result.is_floating_point():
+        return result
+    assert call.following is not None
+    kind, where = path_of(type(call.module)), call.following.rows.where(result)
+    if drawing.drawn:
+        where = Where(None, doubt=DRAWN.format(kind=kind, name=name))
+    elif not is_known(call, name, stands, others, where, result.shape):
+        where = Where(None, doubt=FUNCTION.format(kind=kind, name=name))
+    call.following.found.append(((call.tap.name, part, result.ndim), where))
+    return stand(call, result, result, {}) if where.doubt == NOWHERE else result
 
 
 class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,26 +168,18 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def judge(call: Call, name: str, stands: Sequence[Stand], others: Sequence[Tensor], result: Any) -> str:
-    """What this function does with its stands."""
-    differentiable = isinstance(result, Tensor) and result.is_floating_point()
-    if not differentiable or (torch.is_grad_enabled() and not result.requires_grad):
-        return PASS
+def is_known(
+    call: Call, name: str, stands: Sequence[Stand], others: Sequence[Tensor], where: Where, shape: torch.Size
+) -> bool:
+    """Whether what this function does with its stands can be told sample by sample."""
     assert call.following is not None
-    where = call.following.rows.where
-    met = [other for other in others if where(other).doubt != NOWHERE]
-    place = where(result)
-    if place.doubt == NOWHERE and (not met or name in CASTING):
-        return DERIVE
-    alone = len(stands) == 1 and place.axis is not None and spreads(stands[0].actual.shape, result.shape, place.axis)
-    if alone and name in SPREADING:
-        return EXPAND
-    if alone and name in ELEMENTWISE and len(others) == len(met) == 1:
-        return SPREAD
-    if met == list(others[:1]) and (name in LAYERS or (name in CONVOLUTIONS and convolves(call.module))):
-        return LAYER
-    call.doubt(FUNCTION.format(kind=path_of(type(call.module)), name=name))
-    return PASS
+    met = [call.following.rows.where(other).doubt != NOWHERE for other in others]
+    if where.doubt == NOWHERE:
+        return not any(met) or name in CASTING
+    if name in LAYERS or (name in CONVOLUTIONS and convolves(call.module)):
+        return met[:1] == [True] and not any(met[1:])
+    alone = len(stands) == 1 and where.axis is not None and spreads(stands[0].actual.shape, shape, where.axis)
+    return alone and (name in SPREADING or (name in ELEMENTWISE and met == [True]))
 
 
 def spreads(shape: torch.Size, result: torch.Size, axis: int) -> bool:
@@ -202,25 +212,12 @@ def derived(func: Any, args: Any, kwargs: Any, result: Tensor, stands: Sequence[
     return stand(stands[0].call, result, twin, {name: leaf for one in stands for name, leaf in one.leaves.items()})
 
 
-def spread(func: Any, args: Any, kwargs: Any, one: Stand, part: str) -> Any:
+def spread(func: Any, args: Any, kwargs: Any, one: Stand, shape: torch.Size, axis: int, part: str) -> Any:
     """func with the parameter expanded to the samples, whose gradient then comes sample by sample."""
-    other = next(leaf for leaf in args if isinstance(leaf, Tensor) and leaf is not one)
-    shape = torch.broadcast_shapes(one.actual.shape, other.shape)  # type: ignore[no-untyped-call]
-    axis = axis_in(one.call, part, len(shape))
-    seen = one.actual
-    if axis is not None:
-        aligned = (1,) * (len(shape) - seen.ndim) + tuple(seen.shape)
-        expanded = seen.reshape(aligned).expand(*aligned[:axis], shape[axis], *aligned[axis + 1 :])
-        seen = watched(expanded, one, part)
-    return func(*(seen if leaf is one else leaf for leaf in args), **kwargs)
-
-
-def axis_in(call: Call, part: str, dims: int) -> int | None:
-    """Where the samples lie in what this function puts out; None: that is not known."""
-    found = call.tap.recorder.batch_axis.find(call.tap.name, part, dims)
-    if found is not None and found.doubt is not None:
-        call.doubt(found.doubt)
-    return None if found is None or found.doubt is not None else found.axis
+    aligned = (1,) * (len(shape) - one.actual.ndim) + tuple(one.actual.shape)
+    expanded = one.actual.reshape(aligned).expand(*aligned[:axis], shape[axis], *aligned[axis + 1 :])
+    by_sample = watched(expanded, one, part)
+    return func(*(by_sample if leaf is one else leaf for leaf in args), **kwargs)
 
 
 def watched(expanded: Tensor, one: Stand, part: str) -> Tensor:
@@ -234,8 +231,6 @@ Formula = Callable[[Tensor, tuple[Tensor, ...], Site], Uses]
 def seen(call: Call, output: Tensor, saved: Sequence[Tensor], part: str, formula: Formula) -> Tensor:
     """The output, watched by a tap of its own."""
     owner = call.tap
-    if axis_in(call, part, output.ndim) is None:
-        return output
 
     def staged(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
         return formula(gradient, saved, site) if owner.live else ()
