@@ -77,11 +77,12 @@ def hooks() -> Any:
 class Stand(Tensor):
     """Stands for a parameter, or for what was computed of parameters alone.
 
-    actual: the very tensor. twin: the same computed of `leaves` (name -> leaf), apart from the model's graph, which
-    may be gone when contributions to what was computed are taken back to the parameters.
+    actual: the very tensor; parameter: it, where it is one. twin: the same computed of `leaves` (name -> leaf), apart
+    from the model's graph, which may be gone when contributions to what was computed are taken back to the parameters.
     """
 
     call: Call
+    parameter: nn.Parameter
     actual: Tensor
     twin: Tensor
     leaves: dict[str, Tensor]
@@ -349,7 +350,9 @@ def standing(module: nn.Module, call: Call) -> Iterator[None]:
         assert param is not None
         leaf = param.detach().requires_grad_()
         # followed as if none were frozen, since that may change
-        holder.__dict__[local] = stand(call, param if call.following is None else leaf, leaf, {name: leaf})
+        made = stand(call, param if call.following is None else leaf, leaf, {name: leaf})
+        made.parameter = param
+        holder.__dict__[local] = made
     try:
         yield
     finally:
