@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import interpreted
 from gradwire.moments import Recorder, batch_norm
+from gradwire.moments.site import Site
+from gradwire.moments.tap import Tap
 
 DEVICE = "cpu"  # or the fixture's
 EPS = 0.3
@@ -88,7 +90,12 @@ def anywhere(request: pytest.FixtureRequest, full_precision: None, monkeypatch: 
 
     monkeypatch.setattr(batch_norm, "input_gradient", input_gradient)
     monkeypatch.setattr(batch_norm, "sums_of", sums_of)
-    monkeypatch.setattr(batch_norm, "serves", lambda module, tap, x: module.training)
+
+    def serving(module: nn.Module, tap: Tap, x: Tensor) -> Site | None:
+        trains = module.training and type(x) is Tensor
+        return tap.site("", x, tap.recorder.now(), tap.wanted()) if trains else None
+
+    monkeypatch.setattr(batch_norm, "serving", serving)
 
 
 def network() -> nn.Module:
@@ -107,7 +114,7 @@ def test_layer_is_torchs_and_its_moments_the_taps(anywhere: None, monkeypatch: p
     seen = []
     for model in (plain, ours, tapped):
         if model is tapped:
-            monkeypatch.setattr(batch_norm, "serves", lambda *_: False)
+            monkeypatch.setattr(batch_norm, "serving", lambda *_: None)
         x.grad = None
         output = model(x)
         output.square().sum().backward()

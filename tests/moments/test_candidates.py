@@ -37,7 +37,7 @@ def test_another_implementation_may_be_put_in_front() -> None:
 def test_a_moment_is_made_where_it_belongs() -> None:
     """Without a copy of the weight's size; and two passes in one backward, or a nested one, do not share the place."""
     net, x = nn.Linear(6, 8), torch.randn(20, 3, 6)
-    recorder = Recorder(net, trainable(net), strict=True)
+    recorder = Recorder(net, trainable(net), strict=True, same_samples=False)
     ledger, places = recorder.ledgers["weight"], []
 
     def watched(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None) -> together.Pair:
