@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODELS := $(VENV)/models
 
-.PHONY: demo test gpu-tests lint format bench results coverage docs-demo clean
+.PHONY: demo test gpu-tests lint format bench measure results coverage docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -39,13 +39,17 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Minutes on two cores; a GPU's: `python -m benchmarks gpu` where there is one.
-bench: $(VENV)/.bench
+# Minutes on two cores; a GPU's: `python -m benchmarks gpu` where there is one. In an environment of its own: BackPACK
+# brings a torchvision that does not load beside the CPU's torch, and wherever there is one transformers imports it.
+bench:
+	$(MAKE) --no-print-directory VENV=.venv-bench measure
+
+measure: $(VENV)/.bench
 	$(BIN)/python -m benchmarks cpu
 	$(BIN)/python -m benchmarks docs
 
 # docs/results.md and its pictures from experiments/results/, which `gradwire experiment` writes.
-results: $(VENV)/.bench
+results: $(VENV)/.plots
 	$(BIN)/python -m experiments
 
 # docs/coverage.md: which moments of which models are exact.
@@ -72,4 +76,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'Python has no venv module: install it (Debian: python3-venv)'; exit 1; }
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 """Exact second moments by gradwire and by the other tools that make them: one function each, over the same models.
 
 `make(task, model)` returns a step: forward, backward, gradient in `.grad` and the moments. BackPACK and Opacus are
-compared where they are installed, `pip install backpack-for-pytorch opacus`.
+compared where they are installed: `make bench` has an environment of its own for them.
 """
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 # Files of more than ten seconds, longest first: with one of them last, a process would have nothing to do meanwhile.
 LONG = (
-    *("train_command", "train_resume", "train_orphans", "workers", "ddp", "triton", "plan_command", "checkpoint"),
+    *("train_command", "train_restarts", "train_resume", "train_sockets", "train_orphans", "workers", "ddp", "triton"),
+    *("plan_command", "checkpoint", "checkpoint_damage"),
     *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "delivery", "auto"),
 )
 

@@ -118,7 +118,7 @@ def together(link: Link, facts: dict[str, str], problem: CheckpointError | None)
     try:
         agree(link.group, facts, link.device)
     except DisagreementError as error:
-        raise problem or CheckpointError(f"another rank cannot load its checkpoint: {error}") from problem
+        raise problem or CheckpointError(f"another rank cannot use its checkpoint: {error}") from problem
     if problem is not None:
         raise problem
 

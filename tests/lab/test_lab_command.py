@@ -111,6 +111,8 @@ def test_changes_come_when_they_are_due():
         (["--change", "-1s:10", "--", "true"], "--change -1s:10: give seconds and a rate"),
         (["--change", "1s:0", "--", "true"], "a rate of 0 is not possible"),
         (["--hosts", "0", "--", "true"], "0 hosts"),
+        (["--hosts", "0", "--loopback", "--", "true"], "0 hosts: from 1 to 250 are possible"),
+        (["--hosts", "0", "--rate", "10,20", "--", "true"], "0 hosts: from 1 to 250 are possible"),
         (["--rate", "10"], "no command"),
         (["--", "no-such-command"], "there is no command 'no-such-command'"),
         (["--loopback", "--rate", "0.1", "--", "true"], "a rate of 0.1 is not possible"),
@@ -143,6 +145,14 @@ def test_the_loopback_runs_the_same_processes(capfd, monkeypatch):
     code, said = invoke("--hosts", 3, "--loopback", "--", *python(FAIL))
     assert code == 7
     assert "something is wrong" in said
+
+
+def test_what_the_user_of_a_command_can_mend_is_one_line():
+    gradwire = [sys.executable, "-m", "gradwire", "train", "--compressor", "zip"]
+    code, said = invoke("--hosts", 2, "--loopback", "--", *gradwire)
+    assert code == 2
+    assert said.splitlines()[-1].startswith("gradwire: error: --compressor zip: unknown compressor 'zip'; known: dense")
+    assert len(said.splitlines()) == 2  # that it is unshaped, and this
 
 
 @needs_namespaces

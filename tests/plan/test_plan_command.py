@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 from gradwire.cli import app
 from gradwire.plan import Cost, Network, Work, predict
+from gradwire.plan.choose import duration
 
 OFFLINE = ("--params", "124e6", "--backward-ms", "300", "--workers", "16", "--mbit", "1000", "--device", "cuda")
 
@@ -71,6 +74,37 @@ def test_methods_and_density_are_followed():
     assert float(sent[0].replace(",", "")) > 30_000
 
 
+def test_times_are_in_the_unit_one_would_say():
+    code, said = invoke(*changed(mbit=1))
+    assert code == 0
+    assert "62 min with bf16" in said.splitlines()[-1]
+    assert "e+0" not in said
+    assert [duration(ms) for ms in (0, 18.84, 9_999, 10_000, 372_200, 7_440_000, math.inf)] == [
+        *("0 ms", "18.8 ms", "9,999 ms", "10 s", "6.2 min", "2.07 h", "inf h")
+    ]
+
+
+@pytest.mark.parametrize("methods", ["dense bf16 powersgd:rank=4 topk:density=0.01", "bf16 vgc:alpha=1.5,zeta=0.9995"])
+def test_eighty_columns_break_no_name_and_no_number(methods):
+    code, said = invoke(*changed(mbit=1, methods=methods), COLUMNS="80")
+    assert code == 0
+    table = [line for line in said.splitlines() if "│" in line]
+    assert len(table) == len(methods.split())
+    assert max(map(len, table)) <= 80
+    assert "…" not in said
+    for spec, line in zip(methods.split(), table, strict=True):
+        assert f"│ {spec} " in line
+        assert re.search(r" (min|h|s|ms) │", line)
+
+
+def test_a_name_too_long_for_the_screen_is_broken_between_its_options():
+    spec = "vgc:alpha=1.5,zeta=0.9995,max_bytes_per_step=500000,momentum=0.9"
+    code, said = invoke(*changed(methods=f"bf16 {spec}"), COLUMNS="80")
+    assert code == 0
+    for part in ("vgc:", "alpha=1.5,", "zeta=0.9995,", "max_bytes_per_step=500000,", "momentum=0.9"):
+        assert re.search(rf"│ +{part} +│", said)
+
+
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_a_chart_is_made(tmp_path, kind):
     pytest.importorskip("matplotlib")
@@ -92,7 +126,9 @@ def test_a_chart_is_made(tmp_path, kind):
         ({"mbit": 0}, "more than 0 Mbit/s, not 0.0. Give --mbit 1000"),
         ({"mbit": -5}, "more than 0 Mbit/s, not -5"),
         ({"mbit": "nan"}, "more than 0 Mbit/s, not nan"),
-        ({"mbit": None}, "--params needs --backward-ms, --workers and --mbit"),
+        ({"mbit": None}, "--params needs --mbit too"),
+        ({"workers": None}, "--params needs --workers too"),
+        ({"backward_ms": None, "mbit": None}, "--params needs --backward-ms and --mbit too"),
         ({"latency_ms": "nan"}, "latency must be 0 ms or more"),
         ({"latency_ms": -1}, "latency must be 0 ms or more"),
         ({"workers": 0}, "0 workers exchange nothing: plan for 2 or more"),

@@ -102,6 +102,7 @@ def test_a_small_race(tmp_path):
     code, said = invoke(*arguments)
     assert code == 0, said
     assert re.search(r"100 Mbit/s  vgc:alpha=1,zeta=0.99  seed 0  steps \d+  accuracy \d\d\.\d %  .*reached", said)
+    assert re.search(r"%  [\d.]+ seconds  [\d.]+ ms a step  [\d.]+ MB on the link  reached", said)
     rows = read(out / "race.csv")
     assert [row["method"] for row in rows] == ["vgc:alpha=1,zeta=0.99", "torch:powersgd:rank=2"]
     for row in rows:

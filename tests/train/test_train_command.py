@@ -2,16 +2,20 @@
 
 import csv
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from commands import TIMEOUT_S, clean_environment, run_command
 from typer.testing import CliRunner
 
+import gradwire
 from gradwire.cli import app
 
 pytestmark = pytest.mark.slow
@@ -112,6 +116,34 @@ def test_a_workers_error_is_shown_once(tmp_path: Path) -> None:
     assert result.stderr.startswith("gradwire: worker 1 failed: ArithmeticError: broken on purpose\n")
     assert result.stderr.count("ArithmeticError: broken on purpose") == 2, "the message, and its traceback's last line"
     assert len(result.stderr.splitlines()) < 20
+
+
+SLEEP_IN_RANK_1 = BREAK_RANK_1.replace('raise ArithmeticError("broken on purpose")', "__import__('time').sleep(60)")
+
+
+def test_a_worker_that_does_not_come_is_waited_for_as_long_as_asked(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLEEP_IN_RANK_1)
+    begin = time.monotonic()
+    out = ("--workers", "2", "--timeout", "4", "--out", str(tmp_path / "out"))
+    result = run_command(*OPTIONS, *out, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert result.returncode == 1
+    assert "4000ms" in result.stderr
+    assert time.monotonic() - begin < 55, "it does not wait for the one that sleeps"
+
+
+def test_what_a_user_can_mend_has_no_traceback_of_ours_under_torchrun() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "gradwire", "train", "--compressor", "zip"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=clean_environment())
+    assert result.returncode == 1
+    assert "traceback : error: --compressor zip: unknown compressor 'zip'" in result.stderr
+    assert "gradwire/train/" not in result.stderr
+
+
+def test_the_version_is_said() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output.startswith(f"gradwire {gradwire.__version__}, torch {torch.__version__}, Python 3.")
 
 
 @pytest.fixture(scope="module")

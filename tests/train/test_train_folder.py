@@ -2,11 +2,15 @@
 
 import fcntl
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gradwire import manifest
+from gradwire.errors import CheckpointError
+from gradwire.files import write_atomic
 from gradwire.train import run_directory
 from gradwire.train.checkpoint import publish, write_manifest
 from gradwire.train.errors import InputError
@@ -64,9 +68,90 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, resume: bool, 
         inspect(tmp_path, IDENTITY, resume=resume, overwrite=overwrite)
 
 
-def test_resume_without_anything_yet_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert inspect(tmp_path / "new", IDENTITY, resume=True, overwrite=False) is None
+def test_resume_where_there_is_no_run_is_refused(tmp_path: Path) -> None:
+    """A name that was typed wrong would be the beginning of a new run."""
+    for out in (tmp_path / "new", tmp_path):
+        with pytest.raises(InputError, match=r"there is no run in .*leave --resume out to begin one"):
+            inspect(out, IDENTITY, resume=True, overwrite=False)
+        assert inspect(out, IDENTITY, resume=True, overwrite=False, restarted=True) is None  # it died before it began
+
+
+def test_resume_before_the_first_checkpoint_starts_at_the_beginning(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        begin(tmp_path, IDENTITY, None)
     assert inspect(tmp_path, IDENTITY, resume=True, overwrite=False) is None
+
+
+def test_a_restart_goes_on_whatever_the_run_began_with(run: Path) -> None:
+    for resume, overwrite in ((False, False), (False, True), (True, False)):
+        found = inspect(run, IDENTITY, resume=resume, overwrite=overwrite, restarted=True)
+        assert found is not None
+        assert found.step == 22
+
+
+def test_a_lost_pointer_is_no_empty_folder(run: Path) -> None:
+    (run / "checkpoint" / "latest").unlink()
+    damage_and_expect(run, r"latest is missing, though epoch-00001-step-00000022 was saved")
+    assert checkpoint_path(run, 1, 22).exists()
+    assert inspect(run, IDENTITY, resume=False, overwrite=True) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"../../x", b"epoch-00001-step-00000022.unfinished", b"a\0b"])
+def test_a_damaged_pointer_is_found(run: Path, content: bytes) -> None:
+    (run / "checkpoint" / "latest").write_bytes(content)
+    damage_and_expect(run, "latest is damaged")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"{}", b"[]", b'{"format": 1}', b'{"format": 1, "files": []}'])
+def test_a_damaged_manifest_is_found(run: Path, content: bytes) -> None:
+    (checkpoint_path(run, 1, 22) / "manifest.json").write_bytes(content)
+    damage_and_expect(run, "manifest.json")
+
+
+def test_no_flipped_bit_of_a_manifest_is_taken(run: Path) -> None:
+    path = checkpoint_path(run, 1, 22) / "manifest.json"
+    whole = path.read_bytes()
+    for bit in range(0, 8 * len(whole), 3):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(content)
+        damage_and_expect(run, "manifest.json|missing|no part of it")
+
+
+@pytest.mark.parametrize("without", ["workers", "epoch", "step"])
+def test_a_sealed_manifest_that_says_too_little_is_damaged(run: Path, without: str) -> None:
+    facts = {"workers": 2, "epoch": 1, "step": 22}
+    manifest.seal(checkpoint_path(run, 1, 22), **{key: value for key, value in facts.items() if key != without})
+    damage_and_expect(run, f"is damaged.*{without}")
+    manifest.seal(checkpoint_path(run, 1, 22), **{**facts, without: "many"})
+    damage_and_expect(run, "is damaged")
+
+
+def test_the_lock_is_never_somebody_elses_file(run: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (run / ".lock").unlink()
+    (run / ".lock").symlink_to(precious)
+    damage_and_expect(run, r"\.lock cannot be used as a lock")
+    with pytest.raises(InputError, match="cannot be used as a lock"), locked(run):
+        pass
+    (run / ".lock").unlink()
+    os.mkfifo(run / ".lock")
+    damage_and_expect(run, r"\.lock is no plain file")
+    (run / ".lock").unlink()
+    os.link(precious, run / ".lock")
+    with locked(run):
+        pass
+    assert precious.read_text() == "mine"
+
+
+def test_no_file_of_a_run_is_written_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / f".run.json.{os.getpid()}").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        write_atomic(tmp_path / "run.json", "ours")
+    assert precious.read_text() == "mine"
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
@@ -76,8 +161,10 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def damage_and_expect(run: Path, message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    """Bad input to the command line; where it is the checkpoint, a CheckpointError to a program."""
+    with pytest.raises(InputError, match=message) as caught:
         inspect(run, IDENTITY, resume=True, overwrite=False)
+    assert isinstance(caught.value, CheckpointError) or "lock" in message
 
 
 def test_damage_is_found(run: Path) -> None:
@@ -92,13 +179,13 @@ def test_damage_is_found(run: Path) -> None:
     index.unlink()
     damage_and_expect(run, r"wire/\.metadata is missing")
     index.write_bytes(b"index")
-    manifest = folder / "manifest.json"
-    text = manifest.read_text()
-    manifest.write_text(text[:50])
+    listing = folder / "manifest.json"
+    text = listing.read_text()
+    listing.write_text(text[:50])
     damage_and_expect(run, r"manifest\.json is damaged")
-    manifest.write_text(json.dumps({**json.loads(text), "format": 99}))
+    listing.write_text(json.dumps({**json.loads(text), "format": 99}))
     damage_and_expect(run, r"has format 99, this version reads 1")
-    manifest.unlink()
+    listing.unlink()
     damage_and_expect(run, r"manifest\.json is missing")
 
 

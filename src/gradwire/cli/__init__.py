@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import platform
+from typing import Annotated
+
+import torch
 import typer
 
+from gradwire import __version__
 from gradwire.cli.demo import demo
 from gradwire.cli.experiment import experiment
 from gradwire.cli.lab import lab
@@ -20,6 +25,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # they print the locals of every frame, tensors and all
 )
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradwire {__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="show it and end")
+    ] = False,
+) -> None:
+    """Decides what of a gradient goes over the wire."""
+
+
 app.command()(demo)
 app.command()(experiment)
 app.command()(lab)

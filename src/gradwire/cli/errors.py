@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-from gradwire.errors import AttachError
-from gradwire.train.errors import InputError
+from gradwire.train.errors import USERS
 from gradwire.train.launch import WorkerError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
@@ -19,7 +18,7 @@ def readable_errors(after_interrupt: str = "") -> Iterator[None]:
     """Bad input: the message, exit 2. A failed worker: its error, exit 1. Ctrl-C: what to do then, exit 130."""
     try:
         yield
-    except (InputError, AttachError) as error:
+    except USERS as error:
         typer.echo(f"gradwire: error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
     except WorkerError as error:

@@ -72,8 +72,10 @@ def show_cleaned() -> None:
 
 
 def on_loopback(hosts: int, command: list[str]) -> None:
-    typer.echo(f"{hosts} processes on 127.0.0.1, unshaped: rates have no effect and bytes are not counted", err=True)
     with Loopback(hosts) as local, tidy_terminal():
+        typer.echo(
+            f"{hosts} processes on 127.0.0.1, unshaped: rates have no effect and bytes are not counted", err=True
+        )
         run(local, command)
 
 

@@ -95,8 +95,10 @@ def plan(
                 "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
             )
         if params is not None:
-            if backward_ms is None or mbit is None or workers is None:
-                raise InputError("--params needs --backward-ms, --workers and --mbit too")
+            needed = {"--backward-ms": backward_ms, "--workers": workers, "--mbit": mbit}
+            if lacking := [option for option, value in needed.items() if value is None]:
+                raise InputError(f"--params needs {' and '.join(lacking)} too")
+            assert backward_ms is not None and mbit is not None  # noqa: PT018 for the type checker
             forward_ms = backward_ms / 2 if forward_ms is None else forward_ms
             times = check_times(forward_ms, backward_ms, after_ms)
             report = calculated(params, times, network_of(world, mbit, latency_ms), chosen, device, density, margin)
@@ -189,6 +191,6 @@ def calculated(
 
 def show(report: Report, outputs: Outputs) -> None:
     """Table, verdict, files."""
-    Console().print(report.table())
+    report.show(Console())
     typer.echo(report.verdict.words)
     outputs.write(report)

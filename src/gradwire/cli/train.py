@@ -15,7 +15,7 @@ from gradwire.train import run_directory, worker
 from gradwire.train.errors import InputError
 from gradwire.train.launch import launch
 from gradwire.train.settings import DEFAULT_WORKERS, Plan, Settings, check
-from gradwire.train.team import choose_device, inside_torchrun
+from gradwire.train.team import TIMEOUT_S, choose_device, inside_torchrun
 
 
 def train(
@@ -38,6 +38,10 @@ def train(
     save_every: Annotated[int, Option(help="save every so many steps too, not only after epochs")] = 0,
     steps_per_epoch: Annotated[int, Option(help="end an epoch after so many steps [all samples]")] = 0,
     device: Annotated[str, Option(help="auto, cpu or cuda; auto takes GPUs when every worker gets one")] = "auto",
+    timeout: Annotated[float, Option(help="seconds that a worker waits for the others")] = TIMEOUT_S,
+    max_restarts: Annotated[
+        int | None, Option(help="start all workers again, from the last checkpoint, when one dies; so often [0]")
+    ] = None,
 ) -> None:
     """Train a task over several workers, with compressed gradients; on many machines by torchrun -m gradwire train."""
     settings = Settings(
@@ -57,6 +61,8 @@ def train(
         save_every=save_every,
         steps_per_epoch=steps_per_epoch,
         device=device,
+        timeout=timeout,
+        max_restarts=max_restarts or 0,
     )
     if inside_torchrun():
         worker.run_reporting_errors(lambda: worker.train(check(among_torchrun(settings, workers))))
@@ -74,7 +80,7 @@ def start(plan: Plan) -> None:
     if plan.resume and found is None:
         typer.echo(f"nothing is saved in {plan.out} yet: starting at the beginning")
     choose_device(plan.device, 0, plan.workers)
-    launch(plan.workers, sys.argv[1:])
+    launch(plan.workers, sys.argv[1:], plan.max_restarts)
     typer.echo(f"results in {plan.out}: metrics.csv, summary.json, checkpoint/")
 
 

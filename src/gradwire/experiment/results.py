@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import fcntl
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from gradwire.experiment.virtual import Epoch
+from gradwire.files import open_own
 from gradwire.train.errors import InputError
 
 Table = list[dict[str, Any]]
@@ -71,7 +73,7 @@ class Files:
 @contextmanager
 def taken(folder: Path, name: str) -> Iterator[bool]:
     """Whether this process has the run to itself; one at a time. The system lets it go however the process ends."""
-    with (folder / ".lock").open("w") as file:
+    with os.fdopen(open_own(folder / ".lock"), "r+b") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(name.encode()))
         except (BlockingIOError, PermissionError):

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from gradwire.train.worker import ERROR_FILE
 LOOK_S = 0.02  # between two looks at the processes
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LAST_LINES = 20
+PORT = 29500  # a lab's ports are all free
 
 
 class Hosts(Protocol):
@@ -35,6 +35,7 @@ class Hosts(Protocol):
     def interface(self) -> str: ...
     def __len__(self) -> int: ...
     def address(self, host: int) -> str: ...
+    def meeting(self) -> contextlib.AbstractContextManager[dict[str, str]]: ...
     def set_rate(self, host: int, rate: Rate) -> None: ...
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
@@ -63,13 +64,12 @@ def run(hosts: Hosts, command: Sequence[str], changes: Sequence[Change] = ()) ->
     Host 0's output goes where ours goes; that of the others to files, and from there into the error.
     """
     program = [find_program(command), *command[1:]]
-    port = free_port(hosts.address(0)) if hosts.address(0).startswith("127.") else 29500  # a lab's ports are all free
-    with tempfile.TemporaryDirectory(prefix="gradwire-lab-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gradwire-lab-") as folder, hosts.meeting() as meeting:
         running: list[subprocess.Popen[Any]] = []
         try:
             for host in range(len(hosts)):
                 log = None if host == 0 else log_of(folder, host).open("wb")
-                env = {**environment(hosts, host, port), ERROR_FILE: str(error_file(folder, host))}
+                env = {**environment(hosts, host), **meeting, ERROR_FILE: str(error_file(folder, host))}
                 running.append(hosts.start(host, program, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
                 if log is not None:
                     log.close()
@@ -78,7 +78,7 @@ def run(hosts: Hosts, command: Sequence[str], changes: Sequence[Change] = ()) ->
             stop(running)
 
 
-def environment(hosts: Hosts, host: int, port: int) -> dict[str, str]:
+def environment(hosts: Hosts, host: int, port: int = PORT) -> dict[str, str]:
     """What torchrun would set on a machine with one worker, and a fair part of this machine's cores."""
     threads = str(max(1, (os.cpu_count() or 1) // len(hosts)))
     ours = {
@@ -115,12 +115,6 @@ def find_program(command: Sequence[str]) -> str:
     if found is None:
         raise InputError(f"there is no command {command[0]!r}")
     return str(Path(found).absolute())
-
-
-def free_port(address: str) -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def log_of(folder: str, host: int) -> Path:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from gradwire.lab.namespaces import exit_on_signals
 from gradwire.lab.rates import Rate
 from gradwire.train.errors import InputError
 
@@ -24,6 +28,7 @@ class Loopback:
             raise InputError(f"{hosts} hosts: at least 1")
         self._hosts = hosts
         self._processes: list[subprocess.Popen[Any]] = []
+        self._restore = exit_on_signals()
 
     def __len__(self) -> int:
         return self._hosts
@@ -39,6 +44,20 @@ class Loopback:
     def address(self, host: int) -> str:
         """Everybody's."""
         return "127.0.0.1"
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[dict[str, str]]:
+        """Where torch's processes meet, in its variables: a store of ours on the loopback.
+
+        torch's own, which rank 0 would open, listens on every interface. Told that an agent has one, none is opened.
+        """
+        server = socket.create_server((self.address(0), 0))
+        port = server.getsockname()[1]
+        store = TCPStore(
+            self.address(0), port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        yield {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        del store
 
     def set_rate(self, host: int, rate: Rate) -> None:
         """Nothing is shaped here."""
@@ -58,3 +77,4 @@ class Loopback:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._restore.close()

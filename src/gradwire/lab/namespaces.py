@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -23,7 +23,6 @@ from gradwire.train.errors import InputError
 
 INTERFACE, BRIDGE = "eth0", "bridge0"
 NETWORK = "10.213.0"  # nothing outside the namespaces sees it, so that several labs may have the same addresses
-MOST_HOSTS = 250
 # The settings of a namespace, each only where the machine has it and allows it.
 # IPv6: nothing is to be sent that no program has sent. Congestion control: BBR, where it is the machine's default, gave
 # one of two directions at 10 Mbit/s 57 % of its rate; cubic is most machines' own, and Reno is allowed everywhere.
@@ -58,8 +57,6 @@ class Lab:
     interface = INTERFACE
 
     def __init__(self, hosts: int, rate: Rates = UNLIMITED) -> None:
-        if not 1 <= hosts <= MOST_HOSTS:
-            raise InputError(f"{hosts} hosts: from 1 to {MOST_HOSTS} are possible")
         self.links = parse_links(rate, hosts)
         if lacking := missing():
             raise InputError(
@@ -73,7 +70,7 @@ class Lab:
         self._processes: list[subprocess.Popen[Any]] = []
         everything = [*self.names, self.bridge]
         leftovers.in_use.update(everything)
-        self._restore = _exit_on_signals()
+        self._restore = exit_on_signals()
         self._end = weakref.finalize(self, _end, everything, self._processes, os.getpid())
         try:
             self._build()
@@ -112,6 +109,11 @@ class Lab:
     def address(self, host: int) -> str:
         """The address of a host's interface."""
         return f"{NETWORK}.{host + 1}"
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[dict[str, str]]:
+        """torch's processes meet on host 0, which nobody outside the lab can reach."""
+        yield {}
 
     def set_rate(self, host: int, rate: Rate) -> None:
         """Change a host's link at once, under whatever runs; what waits in its queue is sent at the new rate."""
@@ -183,7 +185,7 @@ def _kill(names: list[str], processes: list[subprocess.Popen[Any]]) -> None:
         process.wait()
 
 
-def _exit_on_signals() -> contextlib.ExitStack:
+def exit_on_signals() -> contextlib.ExitStack:
     """Make SIGTERM and SIGHUP an exit like any other, that cleans up, until the stack is closed.
 
     Not where the program has a handler of its own, and not outside the main thread, where Python allows none.

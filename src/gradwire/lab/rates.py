@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from gradwire.train.errors import InputError
 
+MOST_HOSTS = 250
 UNLIMITED = "unlimited"
 UNITS = {"": 1.0, "kbit": 1e-3, "mbit": 1.0, "gbit": 1e3}  # in Mbit/s
 SLOWEST, FASTEST = 1.0, 100_000.0  # Mbit/s; beyond it no machine fills a link by software
@@ -43,6 +44,8 @@ Rates = Rate | Sequence[Rate]
 
 def parse_links(rates: Rates, hosts: int) -> list[Link]:
     """One link a host, from one rate for all or one for each ("100,10" or a list)."""
+    if not 1 <= hosts <= MOST_HOSTS:
+        raise InputError(f"{hosts} hosts: from 1 to {MOST_HOSTS} are possible")
     if isinstance(rates, str):
         rates = rates.split(",")
     elif not isinstance(rates, Sequence):

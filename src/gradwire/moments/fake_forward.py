@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Key, Where, token_count
 from gradwire.moments.broadcast import WATCHED
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gradwire.moments.tap import Tap
 
 aten = torch.ops.aten
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Divisible by 8, for models that split a batch, and by a prime that hardly any layer's width is.
 UNUSUAL = tuple(8 * prime for prime in (37, 41, 43, 47, 53, 59, 61, 67))
 Order = tuple[int, int] | None  # rows in front of and behind each sample's along a dim; None: they cannot be told
@@ -150,8 +151,7 @@ class Forward:
             if not self.training:
                 twin.eval()
             with self.rows:
-                # the hooks of a model that is not wrapped are this recorder's
-                output = (twin.forward if model is self.root else twin)(*args, **kwargs)
+                output = twin(*args, **kwargs)
         self.output = [numbers(one) for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
         self.shared -= self._labels
 
@@ -218,6 +218,10 @@ class Forward:
             elif isinstance(value, types.MethodType) and value.__self__ is module:
                 twin.__dict__[key] = types.MethodType(value.__func__, twin)
         twin.__dict__["_compiled_call_impl"] = None
+        for name in HOOKS:
+            table = twin.__dict__[name]
+            for key in [key for key, hook in table.items() if not is_of_torch(hook)]:
+                del table[key]
         tables: tuple[dict[str, Any], ...] = (twin._parameters, twin._buffers)
         for table in tables:
             table.update({key: self._fake(one) for key, one in table.items() if one is not None})
@@ -339,6 +343,12 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {} if found == (1, 1) else {after.shape[there[0]]: found}
 
 
+def is_of_torch(hook: Any) -> bool:
+    """A hook that makes a weight (weight_norm, pruning); a user's may keep what it sees."""
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0] == "torch"
+
+
 def numbers(tensor: Tensor) -> list[int]:
     """The lengths of its dims but for those that are decided by the data, which must not be asked."""
     return [size for size in tensor.shape if not isinstance(size, torch.SymInt)]
@@ -349,6 +359,7 @@ def quiet() -> Iterator[None]:
     """Python's random numbers as before, warnings and torch's log of what it refuses held back."""
     state, level = random.getstate(), logging.root.manager.disable
     with ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())  # a user's counter of operations
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled

@@ -236,12 +236,14 @@ def transformed() -> bool:
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a watched module: its own, with the output tapped while someone listens."""
     tap: Tap = getattr(self, ATTRIBUTE)
-    if not tap or not tap.live or transformed() or not (torch.is_grad_enabled() or tap.recorder.following):
+    if not tap or not tap.live:
+        return type(self).forward(self, *args, **kwargs)
+    following = tap.recorder.following is not None
+    if not following and (not torch.is_grad_enabled() or transformed()):
         return type(self).forward(self, *args, **kwargs)
     # torch.func.functional_call puts other tensors in the parameters' places: not ours to record.
     own = all(held(self, name) is ledger.here for name, ledger in tap.ledgers.items())
-    own = own or tap.recorder.following is not None
-    if own and tap.layer is not None and tap.wanted():
+    if (own or following) and tap.layer is not None and (following or tap.wanted()):
         result = (tap.layer.forward or plain_forward)(self, tap, *args, **kwargs)
     else:
         result = type(self).forward(self, *args, **kwargs)

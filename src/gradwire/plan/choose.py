@@ -55,7 +55,7 @@ def choose(
     plain_ms, compressed_ms = predictions[cast].step_ms, predictions[compressed].step_ms
     change = compressed_ms / plain_ms - 1 if plain_ms else 0.0
     if change < -margin:
-        took = f"{compressed_ms:.4g} ms instead of {plain_ms:.4g} ms with {cast}"
+        took = f"{duration(compressed_ms)} instead of {duration(plain_ms)} with {cast}"
         words = f"{compressed}: {where} a step takes {percent(-change)} less, {took}"
         return Verdict(compressed, predictions, words)
     if change < 0:
@@ -74,6 +74,13 @@ def describe(network: Network) -> str:
 def percent(share: float) -> str:
     """12 %, or 0.4 %."""
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:,.0f} %"
+
+
+def duration(ms: float) -> str:
+    """18.8 ms, 59.1 s, 6.2 min, 2.07 h: three digits or so, in the unit that one would say."""
+    units = (("ms", 1.0, 1e4), ("s", 1e3, 120.0), ("min", 6e4, 120.0))
+    number, unit = next(((ms / one, name) for name, one, most in units if ms / one < most), (ms / 3.6e6, "h"))
+    return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
 
 
 def pays_below(work: Work, network: Network, cost: Cost, against: Cost, margin: float = 0.0) -> float | None:

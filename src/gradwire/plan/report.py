@@ -5,15 +5,22 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
-from gradwire.plan.choose import Verdict, describe, pays_below
+from gradwire.plan.choose import Verdict, describe, duration, pays_below
 from gradwire.plan.model import NS_PER_MS, Cost, Network, Work
+
+WIDE = {"encode_ms": "encode", "decode_ms": "decode", "exchange_ms": "exchange", "step_ms": "step"}
+NARROW = {name: WIDE[name] for name in ("exchange_ms", "step_ms")}
+LEAST = {"step_ms": WIDE["step_ms"]}
 
 
 @dataclass(frozen=True)
@@ -54,28 +61,40 @@ class Report:
         casts = [cost for cost in self.costs if cost.kind == "sum"] or list(self.costs)
         return min(casts, key=lambda cost: self.verdict.predictions[cost.spec].step_ms)
 
-    def table(self) -> Table:
+    def show(self, console: Console) -> None:
+        """The table as wide as the screen allows; where names would be cut even so, the lines are longer than it."""
+        for columns, options in ((WIDE, False), (NARROW, False), (LEAST, False), (LEAST, True)):
+            table = self.table(columns, options)
+            width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+            if width <= console.width:
+                break
+        console.width = max(console.width, width)
+        console.print(table)
+
+    def table(self, times: Mapping[str, str] = WIDE, an_option_a_line: bool = False) -> Table:
         """One row a method; the chosen one is bold."""
         best, work, network = self.best_cast(), self.work, self.network
         buckets = f"{len(work.buckets)} bucket{'s' if len(work.buckets) != 1 else ''}"
+        hidden = ", ".join(name for key, name in WIDE.items() if key not in times)
         shown = Table(
             title=f"{self.title}: {work.numel:,} parameters in {buckets}; {describe(network)}, "
             f"{network.latency_ms:.3g} ms a hop",
             title_justify="left",
-            caption=f"Times in ms. A step alone: forward {short(work.forward_ms)}, backward {short(work.backward_ms)}, "
-            f"after it {short(work.after_ms)}. Sent: by one worker, to the collectives. Exchange: from the first "
-            "bucket ready to the last one back, beside the backward as far as it goes.",
+            caption=f"A step alone: forward {duration(work.forward_ms)}, backward {duration(work.backward_ms)}, "
+            f"after it {duration(work.after_ms)}. Sent: by one worker, to the collectives. Exchange: from the first "
+            f"bucket ready to the last one back, beside the backward as far as it goes."
+            + (f" Not shown: {hidden}; --csv has all, and a wider screen." if hidden else ""),
             caption_justify="left",
         )
-        shown.add_column("method", overflow="fold")
-        for name in ("kB sent", "encode", "decode", "exchange", "step", f"to {best.spec}", "faster below"):
-            shown.add_column(name, justify="right")
+        shown.add_column("method", no_wrap=True)
+        for name in ("kB sent", *times.values(), f"to {best.spec}", "faster\nbelow"):
+            shown.add_column(name, justify="right", no_wrap=True)
         for row in self.rows():
             against = "-" if row["method"] == best.spec else f"{100 * row['against_best']:+.1f} %"
-            numbers = (short(row[name]) for name in ("encode_ms", "decode_ms", "exchange_ms", "step_ms"))
+            name = re.sub(r"(?<=[:,])", "\n  ", row["method"]) if an_option_a_line else row["method"]
             kilobytes, below = short(row["bytes_a_step"] / 1e3), rate(row["faster_below_mbit"])
             style = "bold" if row["chosen"] else None
-            shown.add_row(row["method"], kilobytes, *numbers, against, below, style=style)
+            shown.add_row(name, kilobytes, *(duration(row[time]) for time in times), against, below, style=style)
         return shown
 
     def write_json(self, path: Path) -> None:

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.lab.namespaces import MOST_HOSTS
-from gradwire.lab.rates import parse_link
+from gradwire.lab.rates import MOST_HOSTS, parse_link
 from gradwire.race import methods
 from gradwire.train.errors import InputError
 from gradwire.train.settings import Plan, Settings, check

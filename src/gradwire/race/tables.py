@@ -15,6 +15,7 @@ from gradwire.race.contest import Run
 Figures = Mapping[str, Any]
 COLUMNS = ("rate", "method", "seed", "steps", "accuracy", "seconds", "ms a step", "MB on the link", "state")
 LEFT = ("method", "state")
+UNITS = ("seconds", "ms a step", "MB on the link")
 
 
 class Watcher(Protocol):
@@ -39,6 +40,13 @@ def cells(run: Run, state: str, figures: Figures | None) -> list[str]:
     return [*first, *numbers, f"{float(link) / 1e6:.2f}" if link not in (None, "") else "", state]
 
 
+def labelled(name: str, cell: str) -> str:
+    """A cell outside of its table: what needs no name is left alone, a unit follows its number."""
+    if name in ("rate", "method", "state"):
+        return cell
+    return f"{cell} {name}" if name in UNITS else f"{name} {cell}"
+
+
 class Lines:
     """One line a run, when it has ended."""
 
@@ -49,8 +57,8 @@ class Lines:
         if state in ("running", "waiting"):
             return
         named = zip(COLUMNS, cells(run, state, figures), strict=True)
-        words = (f"{name} {cell}" if name in ("seed", "steps", "accuracy", "seconds") else cell for name, cell in named)
-        self.console.print("  ".join(filter(None, words)), highlight=False, markup=False, soft_wrap=True)
+        words = (labelled(name, cell) for name, cell in named if cell)
+        self.console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
 
 
 class Board:

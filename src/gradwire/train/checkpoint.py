@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 
 import gradwire
-from gradwire import randomness
-from gradwire.train.files import sha256, sync, write_atomic
+from gradwire import manifest, randomness
+from gradwire.files import write_atomic
 from gradwire.train.loop import Trainer
-from gradwire.train.run_directory import FORMAT, LATEST, MANIFEST, Checkpoint, checkpoint_path
+from gradwire.train.run_directory import LATEST, Checkpoint, checkpoint_path
 from gradwire.train.standing import Standing
 
 TRAINING, WIRE = "training.pt", "wire"
@@ -48,13 +47,8 @@ def save(trainer: Trainer, out: Path) -> None:
 
 
 def write_manifest(folder: Path, standing: Standing, workers: int) -> None:
-    """List every file with its size and digest, and force all of it to the disk."""
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        sync(path)
-        files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-    manifest = {"format": FORMAT, "workers": workers, "epoch": standing.epoch, "step": standing.step, "files": files}
-    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    """List every file with its digest, all of it on the disk, and say where the run stands."""
+    manifest.seal(folder, workers=workers, epoch=standing.epoch, step=standing.step)
 
 
 def publish(unfinished: Path, final: Path) -> None:

@@ -11,8 +11,8 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from gradwire.files import write_atomic
 from gradwire.train.errors import InputError
-from gradwire.train.files import write_atomic
 from gradwire.train.loop import Trainer
 from gradwire.train.progress import make_reporter
 from gradwire.train.provenance import provenance

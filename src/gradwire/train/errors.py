@@ -1,5 +1,14 @@
-"""The one error of the command line: something the user gave is not usable, and the message says what to do."""
+"""The errors that are a user's own to mend: the message says what to do, and no traceback is shown."""
+
+from gradwire.errors import AttachError, CheckpointError
 
 
 class InputError(Exception):
-    """Bad input, found before any worker process starts. Shown without a traceback."""
+    """Bad input of the command line, found before any worker process starts."""
+
+
+class DamagedRunError(InputError, CheckpointError):
+    """The folder of a run is not what was written into it."""
+
+
+USERS = (InputError, AttachError, CheckpointError)

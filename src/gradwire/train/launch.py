@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,9 +16,10 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gradwire.train.team import LAUNCHER
+from gradwire.train.team import LAUNCHER, STORE
 
 TRACEBACK_LINES = 12
+LOOPBACK = "lo"
 
 # `python -m gradwire` for a worker that Ctrl-C ends silently, also in the seconds in which it imports torch. Ctrl-C
 # reaches every process of the terminal; Python would show a traceback for each, the launcher says it once.
@@ -31,23 +33,40 @@ class WorkerError(Exception):
     """A worker has failed; the message is its own error."""
 
 
-def launch(workers: int, arguments: list[str]) -> None:
-    """Run `gradwire <arguments>` in `workers` processes, as `torchrun --standalone -m gradwire <arguments>` does."""
-    threads = max(1, (os.cpu_count() or 1) // workers)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # torchrun would warn and take 1
-    os.environ[LAUNCHER] = str(os.getpid())
+def launch(workers: int, arguments: list[str], max_restarts: int = 0) -> None:
+    """Run `gradwire <arguments>` in `workers` processes, as `torchrun -m gradwire <arguments>` does.
+
+    torchrun's own store would listen on every interface, and its agent unpickles what it finds there. Here the agent
+    and its workers meet in files that nobody else may open, and the workers' sockets are the loopback's.
+    """
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the error is shown once, below
     for name in list(logging.Logger.manager.loggerDict):
         if name.startswith("torch.distributed"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    options = ["--standalone", "--nproc-per-node", str(workers), "--no-python", sys.executable, "-u", "-c", BEGIN]
-    try:
-        with tidy_terminal():
-            torchrun.run(torchrun.parse_args([*options, *arguments]))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        raise WorkerError(explain(error.failures)) from None
-    except SignalException as error:
-        raise KeyboardInterrupt if error.sigval == signal.SIGINT else SystemExit(128 + error.sigval) from None
+    with tempfile.TemporaryDirectory(prefix="gradwire-") as private, tidy_terminal():  # of mode 700
+        os.environ.update(environment(workers, private))
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", f"{private}/agent"]
+        counts = ["--nproc-per-node", str(workers), "--max-restarts", str(max_restarts)]
+        program = ["--no-python", sys.executable, "-u", "-c", BEGIN, *arguments]
+        try:
+            torchrun.run(torchrun.parse_args([*meeting, *counts, *program]))  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            raise WorkerError(explain(error.failures)) from None
+        except SignalException as error:
+            raise KeyboardInterrupt if error.sigval == signal.SIGINT else SystemExit(128 + error.sigval) from None
+
+
+def environment(workers: int, private: str) -> dict[str, str]:
+    """What the workers find in their environment beside torchrun's own variables."""
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),  # torchrun would warn and take 1
+        LAUNCHER: str(os.getpid()),
+        STORE: private,
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # the agent would open a store of its own for the workers
+    }
 
 
 @contextmanager
@@ -72,8 +91,11 @@ def explain(failures: dict[int, ProcessFailure]) -> str:
     if not isinstance(message, dict):
         remedy = " (out of memory?)" if failure.exitcode == -signal.SIGKILL else ""
         return f"worker {rank} died: {message}{remedy}"
-    stack = message["extraInfo"]["py_callstack"].rstrip().splitlines()[-TRACEBACK_LINES:]
-    return f"worker {rank} failed: {message['message']}\n" + "\n".join(f"    {line}" for line in stack)
+    text, stack = str(message["message"]), str(message["extraInfo"]["py_callstack"]).rstrip()
+    if stack == text:  # what the user can mend: there is nothing to trace
+        return text
+    lines = (f"    {line}" for line in stack.splitlines()[-TRACEBACK_LINES:])
+    return f"worker {rank} failed: {text}\n" + "\n".join(lines)
 
 
 def when(failure: ProcessFailure) -> float:

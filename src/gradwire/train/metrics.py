@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 import gradwire
-from gradwire.train.files import write_atomic
+from gradwire.files import write_atomic
 
 if TYPE_CHECKING:
     from gradwire.stats import Stats

@@ -11,19 +11,23 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.train.errors import InputError
-from gradwire.train.files import sha256, write_atomic
+from gradwire import manifest
+from gradwire.errors import CheckpointError
+from gradwire.files import open_own, write_atomic
+from gradwire.train.errors import DamagedRunError, InputError
 
-IDENTITY, LATEST, MANIFEST, LOCK = "run.json", "latest", "manifest.json", ".lock"
+IDENTITY, LATEST, LOCK = "run.json", "latest", ".lock"
 RESULTS = ("metrics.csv", "summary.json")
-FORMAT = 1
+NAME = re.compile(r"epoch-\d{5,}-step-\d{8,}")  # of a checkpoint
 REMEDY = "Choose another --out, or start anew with --overwrite"
 
 
@@ -42,11 +46,13 @@ def checkpoint_path(out: Path, epoch: int, step: int) -> Path:
     return out / "checkpoint" / f"epoch-{epoch:05d}-step-{step:08d}"
 
 
-def inspect(out: Path, identity: dict[str, Any], resume: bool, overwrite: bool) -> Checkpoint | None:
+def inspect(
+    out: Path, identity: dict[str, Any], resume: bool, overwrite: bool, restarted: bool = False
+) -> Checkpoint | None:
     """The checkpoint to go on from, None to start at the beginning, or an InputError. Changes nothing.
 
-    `resume` in a folder without a checkpoint starts at the beginning, so that a job that may be stopped at any time can
-    always be started by the same command.
+    `restarted`: the workers were started again after one had died. They go on with what they have saved, whatever the
+    command line said when the run began.
     """
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file, a folder was expected")
@@ -54,10 +60,12 @@ def inspect(out: Path, identity: dict[str, Any], resume: bool, overwrite: bool) 
         raise InputError(f"another run is writing to {out}: wait for it, or choose another --out")
     if not (out / IDENTITY).exists():
         refuse_foreign_files(out)
+        if resume and not restarted:
+            raise InputError(f"--resume: there is no run in {out}. Give its --out, or leave --resume out to begin one")
         return None
-    if overwrite:
+    if overwrite and not restarted:
         return None
-    if not resume:
+    if not resume and not restarted:
         raise InputError(f"{out} already holds a run. Go on with it by --resume, or start anew with --overwrite")
     refuse_another_run(out, read_json(out / IDENTITY), identity)
     return find_latest(out)
@@ -77,10 +85,10 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file of a run."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is damaged ({error}). {REMEDY}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedRunError(f"{path} is damaged ({error}). {REMEDY}") from error
     if not isinstance(content, dict):
-        raise InputError(f"{path} is damaged (no JSON object). {REMEDY}")
+        raise DamagedRunError(f"{path} is damaged (no JSON object). {REMEDY}")
     return content
 
 
@@ -97,31 +105,30 @@ def find_latest(out: Path) -> Checkpoint | None:
     """The newest checkpoint, its files checked against their digests; None when none was written yet."""
     pointer = out / "checkpoint" / LATEST
     if not pointer.exists():
-        return None
-    name = pointer.read_text(encoding="utf-8").strip()
-    path = out / "checkpoint" / Path(name).name
-    if not (path / MANIFEST).is_file():
-        raise InputError(f"checkpoint {path} is damaged: {MANIFEST} is missing. {REMEDY}")
-    manifest = read_json(path / MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise InputError(f"checkpoint {path} has format {manifest.get('format')!r}, this version reads {FORMAT}")
-    verify_files(path, manifest)
-    return Checkpoint(path, manifest["workers"], manifest["epoch"], manifest["step"])
-
-
-def verify_files(path: Path, manifest: dict[str, Any]) -> None:
-    """Raise if a file of the checkpoint is missing, cut or changed."""
-    for name, entry in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise InputError(f"checkpoint {path} is damaged: {name} is missing. {REMEDY}")
-        if file.stat().st_size != entry["bytes"]:
-            raise InputError(
-                f"checkpoint {path} is damaged: {name} has {file.stat().st_size:,} bytes, "
-                f"{entry['bytes']:,} were written. {REMEDY}"
+        if saved := sorted(path.name for path in pointer.parent.glob("epoch-*[0-9]")):
+            raise DamagedRunError(
+                f"{pointer} is missing, though {', '.join(saved)} was saved: write the name of the newest that is "
+                f"whole into it (`echo {saved[-1]} > {pointer}`). {REMEDY}"
             )
-        if sha256(file) != entry["sha256"]:
-            raise InputError(f"checkpoint {path} is damaged: {name} is not what was written (SHA-256). {REMEDY}")
+        return None
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise DamagedRunError(f"{pointer} is damaged ({error}). {REMEDY}") from error
+    if not NAME.fullmatch(name):
+        raise DamagedRunError(f"{pointer} is damaged: it names {name[:40]!r}, no checkpoint. {REMEDY}")
+    path = pointer.parent / name
+    try:
+        found = manifest.read(path)
+        manifest.verify(path, found)
+        standing = {key: int(found[key]) for key in ("workers", "epoch", "step")}
+    except CheckpointError as error:
+        raise DamagedRunError(f"{error}. {REMEDY}") from error
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DamagedRunError(f"checkpoint {path} is damaged ({error!r}). {REMEDY}") from error
+    if checkpoint_path(out, standing["epoch"], standing["step"]) != path:
+        raise DamagedRunError(f"checkpoint {path} is damaged: its manifest is that of another. {REMEDY}")
+    return Checkpoint(path, **standing)
 
 
 def begin(out: Path, identity: dict[str, Any], checkpoint: Checkpoint | None) -> None:
@@ -139,9 +146,9 @@ def begin(out: Path, identity: dict[str, Any], checkpoint: Checkpoint | None) ->
 
 def is_locked(out: Path) -> bool:
     """Whether a living process holds the lock of `out`."""
-    if not (out / LOCK).exists():
+    if not os.path.lexists(out / LOCK):
         return False
-    handle = os.open(out / LOCK, os.O_RDWR)
+    handle = open_lock(out)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
@@ -151,13 +158,28 @@ def is_locked(out: Path) -> bool:
         os.close(handle)
 
 
+def open_lock(out: Path) -> int:
+    """The lock's file, never written to: nothing is lost where it is not ours."""
+    try:
+        handle = open_own(out / LOCK)
+    except OSError as error:  # a link, a folder, no right to write
+        raise InputError(f"{out / LOCK} cannot be used as a lock ({error.strerror}): remove it") from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise InputError(f"{out / LOCK} is no plain file: remove it, it was a lock")
+    return handle
+
+
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of `out`; the system lets it go when the process dies, however it dies."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / LOCK).open("w") as file:
+    handle = open_lock(out)
+    try:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"another run is writing to {out}: wait for it, or choose another --out") from None
         yield
+    finally:
+        os.close(handle)

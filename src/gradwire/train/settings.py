@@ -14,8 +14,10 @@ from gradwire.errors import AttachError
 from gradwire.train import optimizers, tasks
 from gradwire.train.errors import InputError
 from gradwire.train.task import Schedule, Task
+from gradwire.train.team import TIMEOUT_S
 
 DEFAULT_WORKERS = 4
+LONGEST_S = 1e6  # that one may wait for the others: eleven days
 DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -39,6 +41,8 @@ class Settings:
     save_every: int = 0
     steps_per_epoch: int = 0
     device: str = "auto"
+    timeout: float = TIMEOUT_S
+    max_restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Plan:
     save_every: int
     steps_per_epoch: int
     device: str
+    timeout: float
+    max_restarts: int
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be gone on with. The number of workers may change, so may the epochs."""
@@ -104,6 +110,8 @@ def check(settings: Settings) -> Plan:
         save_every=settings.save_every,
         steps_per_epoch=settings.steps_per_epoch,
         device=settings.device,
+        timeout=settings.timeout,
+        max_restarts=settings.max_restarts,
     )
     check_enough_samples(plan)
     check_budget(plan)
@@ -128,6 +136,7 @@ def check_numbers(settings: Settings) -> None:
         "--save-every": (settings.save_every, 0),
         "--steps-per-epoch": (settings.steps_per_epoch, 0),
         "--weight-decay": (settings.weight_decay, 0),
+        "--max-restarts": (settings.max_restarts, 0),
     }
     for option, (value, least) in at_least.items():
         if value is not None and not value >= least:
@@ -136,6 +145,8 @@ def check_numbers(settings: Settings) -> None:
         raise InputError(f"--seed must be less than 2^63, not {settings.seed}")
     if settings.learning_rate is not None and not 0 < settings.learning_rate < float("inf"):
         raise InputError(f"--learning-rate must be a positive number, not {settings.learning_rate}")
+    if not 0 < settings.timeout <= LONGEST_S:
+        raise InputError(f"--timeout must be more than 0 seconds and at most {LONGEST_S:g}, not {settings.timeout}")
     if settings.device not in DEVICES:
         raise InputError(f"unknown device {settings.device!r}. Known devices: {', '.join(DEVICES)}")
     if settings.resume and settings.overwrite:

@@ -7,14 +7,18 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from gradwire.train.errors import InputError
 
 LAUNCHER = "GRADWIRE_LAUNCHER"  # the pid of the process that has started a worker
+STORE = "GRADWIRE_STORE"  # a folder that nobody else may open: the workers of one machine meet in it
+TIMEOUT_S = 300.0  # that a worker waits for the others
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class Team:
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
+
+    def largest(self, number: int) -> int:
+        """The largest of the workers' numbers."""
+        return int(self.gather(torch.tensor(number)).max())
 
     def tell(self, *numbers: int) -> list[int]:
         """Rank 0's numbers, on every rank."""
@@ -89,7 +97,7 @@ def divide_cores(local_world: int, environment: Mapping[str, str] = os.environ) 
 
 
 @contextmanager
-def joined(device_name: str) -> Iterator[Team]:
+def joined(device_name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Team]:
     """Join the process group torchrun has described in the environment, and leave it at the end."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -99,9 +107,43 @@ def joined(device_name: str) -> Iterator[Team]:
     divide_cores(local_world)
     if rank != 0:
         warnings.simplefilter("ignore")  # rank 0 warns for all
-    if device.type == "cuda":
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timeout,
+        rank=rank,
+        world_size=world,
+        store=meeting_store(world, timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
     yield Team(rank, world, device)
     dist.destroy_process_group()  # not after an error: the others may never come, and the process ends anyway
+
+
+def meeting_store(world: int, timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Store | None:
+    """Where the workers of this attempt find each other; None: where torchrun's variables say.
+
+    torchrun's agent may serve one store for all attempts, with the addresses of workers that have died in it (torch
+    2.13: what comes after a restart fails or hangs). On one machine the number of restarts keeps them apart. On several
+    it does not: every agent counts its own.
+    """
+    attempt = restarts(environment)
+    if STORE in environment:
+        return FileStore(f"{environment[STORE]}/workers-{attempt}", world)
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]:
+        port = int(environment["MASTER_PORT"])
+        shared = TCPStore(environment["MASTER_ADDR"], port, world, is_master=False, timeout=timeout)
+        return PrefixStore(f"attempt-{attempt}", shared)
+    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        raise InputError(
+            "torchrun would not survive a restart: its store keeps the addresses of workers that have died. On every "
+            "machine put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or leave out --max-restarts"
+        )
+    return None
+
+
+def restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun's agent on this machine has started its workers again."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -13,11 +13,11 @@ from contextlib import ExitStack
 from functools import partial
 
 from gradwire.train import checkpoint, metrics, run_directory
-from gradwire.train.errors import InputError
+from gradwire.train.errors import USERS
 from gradwire.train.loop import Trainer
 from gradwire.train.progress import make_reporter
 from gradwire.train.settings import Plan
-from gradwire.train.team import LAUNCHER, joined
+from gradwire.train.team import LAUNCHER, joined, restarts
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WATCH_SECONDS = 0.5
@@ -26,13 +26,14 @@ WATCH_SECONDS = 0.5
 def train(plan: Plan) -> None:
     """One worker's whole run, from the checkpoint if there is one to the last epoch."""
     with ExitStack() as stack:
+        team = stack.enter_context(joined(plan.device, plan.timeout))
+        restarted = team.largest(restarts()) > 0  # the agent of the machine that failed counts it, others may not
         found: run_directory.Checkpoint | None = None
-        if os.environ["RANK"] == "0":
+        if team.leads:
             identity = plan.identity()
-            found = run_directory.inspect(plan.out, identity, plan.resume, plan.overwrite)
+            found = run_directory.inspect(plan.out, identity, plan.resume, plan.overwrite, restarted)
             stack.enter_context(run_directory.locked(plan.out))
             run_directory.begin(plan.out, identity, found)
-        team = stack.enter_context(joined(plan.device))
         epoch, step = team.tell(*((found.epoch, found.step) if found else (-1, -1)))
         reporter = make_reporter(team.rank)
         stack.callback(reporter.end)
@@ -86,16 +87,24 @@ def run_reporting_errors(body: Callable[[], None]) -> None:
     die_with_launcher()
     try:
         body()
+    except USERS as error:
+        report(f"error: {error}", f"error: {error}")
+        leave(2)
     except Exception as error:
-        path = os.environ.get(ERROR_FILE)
-        if path is None:
-            raise
-        text = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-        extra = {"py_callstack": traceback.format_exc(), "timestamp": str(int(time.time())), "time": time.time()}
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"message": {"message": text, "extraInfo": extra}}, file)
+        report(f"{type(error).__name__}: {error}", traceback.format_exc())
         leave(1)
     leave(0)
+
+
+def report(text: str, stack: str) -> None:
+    """Leave an error where the launcher looks for it; where there is none, say it."""
+    path = os.environ.get(ERROR_FILE)
+    if path is None:
+        print(f"gradwire: {stack}", file=sys.stderr)
+        return
+    extra = {"py_callstack": stack, "timestamp": str(int(time.time())), "time": time.time()}
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": text, "extraInfo": extra}}, file)
 
 
 def leave(code: int) -> None:
