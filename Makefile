@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+MODELS := $(VENV)/models
 
-.PHONY: demo test gpu-tests lint format bench measure results docs-demo clean
+.PHONY: demo test gpu-tests lint format bench measure results coverage docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -16,7 +17,7 @@ ALONE     := $(shell grep -rl --include='test_*.py' mark.alone tests)
 COMPUTING := tests/arithmetic tests/kernels tests/moments tests/wire
 FILES     := --max-worker-restart 1 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE =
-test: style
+test: style $(MODELS)/.made
 	$(BIN)/pytest -n 3 $(FILES) -m 'not alone' $(COMPUTING:%=--ignore=%)
 	@log=$$(mktemp); code=0; \
 	chrt --idle 0 sh -c '$(BIN)/pytest -n 2 $(FILES) $(COMPUTING) && $(BIN)/mypy' > $$log 2>&1 & \
@@ -50,6 +51,16 @@ measure: $(VENV)/.bench
 # docs/results.md and its pictures from experiments/results/, which `gradwire experiment` writes.
 results: $(VENV)/.plots
 	$(BIN)/python -m experiments
+
+# docs/coverage.md: which moments of which models are exact.
+coverage: $(VENV)/.dev $(MODELS)/.made
+	$(BIN)/python -m benchmarks.coverage
+
+# The extra `models`, beside the other packages: PyPI's torchvision is built for CUDA, and transformers, which imports it
+# where it finds it, would fail beside a CPU's torch. benchmarks/zoo.py looks here.
+$(MODELS)/.made: constraints.txt | $(BIN)/python
+	$(BIN)/pip install --quiet --no-compile --no-deps --upgrade --constraint constraints.txt --target $(MODELS) torchvision timm
+	touch $@
 
 # Measures the demo again (docs/results/demo.csv) and writes its table into the README.
 docs-demo: $(VENV)/.demo

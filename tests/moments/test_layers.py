@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -62,6 +63,58 @@ def transformers_rms_norm(draw: Draw, batch: int) -> Case:
     x, axis = positions(draw, batch, features)
     # it normalizes in float32 even in a float64 model
     return Case(LlamaRMSNorm(features, eps=EPS), (x,), batch, axis, rtol=1e-5)
+
+
+def named(kind: type, path: str) -> type:
+    """The class as a library has it that is not installed here: known by its path."""
+    kind.__module__, _, kind.__qualname__ = path.rpartition(".")
+    return kind
+
+
+class Again(nn.LayerNorm):
+    """timm.layers.LayerNormFp32: a forward of its own that says the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.float64)
+        return F.layer_norm(x.double(), self.normalized_shape, self.weight.double(), bias, self.eps).to(x.dtype)
+
+
+class OfChannels(nn.LayerNorm):
+    """torchvision's and timm's LayerNorm2d."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalized = F.layer_norm(x.permute(0, 2, 3, 1), self.normalized_shape, self.weight, self.bias, self.eps)
+        return normalized.permute(0, 3, 1, 2)
+
+
+class RootMeanSquare(nn.Module):
+    """timm.layers.RmsNorm."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.normalized_shape, self.eps = (features,), EPS
+        self.weight = nn.Parameter(torch.randn(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+def layer_norm_again(draw: Draw, batch: int) -> Case:
+    features = draw(st.integers(2, 5))
+    x, axis = positions(draw, batch, features)
+    kind = named(Again, "timm.layers.norm.LayerNormFp32")
+    return Case(kind(features, eps=EPS, bias=draw(st.booleans())), (x,), batch, axis)
+
+
+def layer_norm_of_channels(draw: Draw, batch: int) -> Case:
+    path = draw(st.sampled_from(["torchvision.models.convnext.LayerNorm2d", "timm.layers.norm.LayerNorm2d"]))
+    return Case(named(OfChannels, path)(3, eps=EPS), (images(draw, batch, 3, 2),), batch)
+
+
+def root_mean_square(draw: Draw, batch: int) -> Case:
+    features = draw(st.integers(2, 5))
+    x, axis = positions(draw, batch, features)
+    return Case(named(RootMeanSquare, "timm.layers.norm.RmsNorm")(features), (x,), batch, axis)
 
 
 def images(draw: Draw, batch: int, channels: int, dims: int) -> Tensor:
@@ -179,6 +232,9 @@ LAYERS: dict[str, Callable[[Draw, int], Case]] = {
     "LayerNorm": layer_norm,
     "RMSNorm": rms_norm,
     "transformers.LlamaRMSNorm": transformers_rms_norm,
+    "timm.LayerNormFp32": layer_norm_again,
+    "torchvision.LayerNorm2d": layer_norm_of_channels,
+    "timm.RmsNorm": root_mean_square,
     "GroupNorm": group_norm,
     "InstanceNorm": instance_norm(False, True),
     "InstanceNorm, tracking": instance_norm(True, True),

@@ -49,6 +49,8 @@ def per_sample(param: Tensor, x: Tensor, batch_dim: int | None = None) -> Tensor
     param is aligned with x on the right. On the sample axis (attach's batch_dim, 0 without a recorder) it must have
     size 1 or no axis at all, and gets x's size there: [.., 1, ..] -> [.., B, ..].
     """
+    if not torch.compiler.is_compiling():
+        param = getattr(param, "parameter", param)  # what stands for it while its module runs, see raw.py
     found = WATCHED.get(id(param))
     tap = None if found is None else found()
     following = tap is not None and tap.recorder.following is not None

@@ -6,12 +6,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from gradwire.moments.registry import Layer, layer_of
+from gradwire.moments.raw import BORROWERS, RAW
+from gradwire.moments.registry import Layer, layer_of, path_of
 from gradwire.moments.tap import is_free
 
-RAW = "it belongs to a {kind}, which is no layer known here; gradwire.per_sample(param, x) makes a broadcast exact"
+UNKNOWN = "it belongs to a {kind}, which is no layer known here; gradwire.per_sample(param, x) makes a broadcast exact"
+FORMULA = "{kind} has no exact formula; estimator='signs', or two micro-batches and more, estimate it best"
+COMPUTED = (
+    "{kind} computes its weight from it in a hook before its forward (weight_norm, pruning); as one of "
+    "torch.nn.utils.parametrizations it would be exact"
+)
+CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,29 @@ class Owner:
 
     @property
     def layer(self) -> Layer | None:
-        return layer_of(self.module)
+        """Its formula, or the forward that watches what it does by itself."""
+        if is_parametrized(self.module):
+            return RAW
+        return layer_of(self.module) or (None if is_torchs(self.module) else RAW)
+
+    @property
+    def user(self) -> Owner:
+        """Who uses the parameter: this module, or the one that computes its weight of it or borrows it."""
+        if isinstance(self.module, ParametrizationList) and len(self.lineage) > 2:
+            return self._above(2)
+        parent = self.lineage[1] if len(self.lineage) > 1 else None
+        borrowed = () if parent is None else BORROWERS.get(path_of(type(parent)), ())
+        return self._above(1) if self.name.rpartition(".")[2] in borrowed else self
+
+    def _above(self, levels: int) -> Owner:
+        parts = self.name.split(".")
+        local = ".".join([*parts[-levels:], self.local])
+        return Owner(self.lineage[levels], ".".join(parts[:-levels]), local, self.lineage[levels:])
+
+
+def is_torchs(module: nn.Module) -> bool:
+    """A module that has no forward of someone else's."""
+    return type(module).__module__.startswith("torch.nn.") or isinstance(module, CONTAINERS)
 
 
 def clean(path: str, wrapped: bool) -> str:
@@ -55,36 +84,28 @@ def owners_of(root: nn.Module) -> dict[int, list[Owner]]:
     for name, module, lineage in modules_of(root):
         for local, param in module._parameters.items():
             if param is not None:
-                found.setdefault(id(param), []).append(Owner(module, name, local, lineage))
+                found.setdefault(id(param), []).append(Owner(module, name, local, lineage).user)
     return found
 
 
 def why_never(owner: Owner) -> str | None:
     """Why this owner's use can have no exact moment, whatever the caller does; None where it can."""
-    kind = type(owner.module).__name__
-    if isinstance(owner.module, ParametrizationList):
-        return "it is the original of a parametrization, not a layer's own weight"
-    layer = owner.layer
+    kind = path_of(type(owner.module))
+    layer = layer_of(owner.module)
+    if is_parametrized(owner.module):
+        return None
     if layer is not None:
         known = owner.local in layer.parameters
-        return None if known else f"{kind} computes its weight from it (weight_norm, pruning), it is no layer's own"
-    containers = (nn.ParameterList, nn.ParameterDict)
-    if type(owner.module).__module__.startswith("torch.nn.modules") and not isinstance(owner.module, containers):
-        return f"{kind} has no exact formula"
+        return None if known else COMPUTED.format(kind=kind)
+    if type(owner.module).__module__.startswith("torch.nn.modules") and not isinstance(owner.module, CONTAINERS):
+        return FORMULA.format(kind=kind)
     return None
 
 
 def why_raw(owner: Owner) -> str | None:
     """Why no tap sits on this owner, though per_sample could still make its parameter exact."""
-    if owner.layer is None:
-        return RAW.format(kind=type(owner.module).__name__)
+    if owner.layer is None or owner.layer is RAW:
+        return UNKNOWN.format(kind=path_of(type(owner.module)))
     if not is_free(owner.module):
         return f"the forward of {owner.name!r} was replaced by something else before"
     return None
-
-
-def speaker(owner: Owner) -> nn.Module:
-    """The module whose output carries the signs: a parametrization's output is a weight and no sample's."""
-    if isinstance(owner.module, ParametrizationList) and len(owner.lineage) > 2:
-        return owner.lineage[2]
-    return owner.module

@@ -37,11 +37,25 @@ def by_feature(
             yield name, Direct(found.reshape(found.shape[0], *shape))
 
 
-@register(nn.LayerNorm, nn.RMSNorm)
+# Known by name, so that no library need be imported: subclasses that say the same in a forward of their own.
+TIMM = "timm.layers.norm."
+
+
+@register(nn.LayerNorm, nn.RMSNorm, *(TIMM + name for name in ("LayerNorm", "LayerNormFp32", "RmsNorm", "RmsNormFp32")))
 def layer_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
     """G [.., B, .., *normalized_shape]. Without an eps RMSNorm has that of the dtype it computes in."""
     eps = torch.finfo(exact_dtype(gradient)).eps if module.eps is None else module.eps
     return by_feature(gradient, saved, site, module.normalized_shape, eps, isinstance(module, nn.LayerNorm))
+
+
+@register(
+    "torchvision.models.convnext.LayerNorm2d",
+    *(TIMM + name for name in ("LayerNorm2d", "LayerNorm2dFp32", "LayerNormExp2d", "RmsNorm2d", "RmsNorm2dFp32")),
+    own_axis=0,
+)
+def channels_norm(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
+    """As layer_norm over the channels of images [B, C, H, W]."""
+    return layer_norm(module, gradient.movedim(1, -1), tuple(x.movedim(1, -1) for x in saved), site)
 
 
 @register(
@@ -83,7 +97,7 @@ def by_channel(
         yield "bias", Direct(bias, kind)
 
 
-@register(nn.GroupNorm, own_axis=0)
+@register(nn.GroupNorm, TIMM + "GroupNorm", TIMM + "GroupNorm1", own_axis=0)
 def group_norm(module: nn.GroupNorm, gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
     return by_channel(gradient, saved, site, module.eps, module.num_groups)
 

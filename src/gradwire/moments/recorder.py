@@ -23,6 +23,7 @@ from gradwire.moments.estimators import ESTIMATORS
 from gradwire.moments.inventory import Owner
 from gradwire.moments.ledger import Ledger
 from gradwire.moments.passes import Ears, OutputHook, PassHook
+from gradwire.moments.raw import RAW
 from gradwire.moments.registry import BatchDim, Layer, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.signs import watch_signed
 from gradwire.moments.site import Pass
@@ -128,7 +129,7 @@ class Recorder:
                     f"strict=True wants exact moments, but that of {name!r} (shape {tuple(param.shape)}) "
                     f"can only be estimated: {never}. Replace the layer, or attach with strict=False"
                 )
-            ledger = Ledger(name, param, self, never, raw if held else inventory.RAW.format(kind="module unknown"))
+            ledger = Ledger(name, param, self, never, raw if held else inventory.UNKNOWN.format(kind="module unknown"))
             ledger.shared = len(held) > 1
             self.ledgers[name] = ledger
             plans.append((ledger, held))
@@ -139,13 +140,14 @@ class Recorder:
         """Decides which taps bring this parameter's uses."""
         for owner in held:
             layer = owner.layer
-            if ledger.never is None and layer is not None and is_free(owner.module):
+            if not is_free(owner.module):
+                continue
+            known = ledger.never is None and layer is not None
+            if known:
                 self._tap(owner, owner.module, layer).ledgers[owner.local] = ledger
-            elif self.estimator == "signs":
-                speaker = inventory.speaker(owner)
-                if is_free(speaker):
-                    tap = self._tap(owner, speaker, layer)
-                    tap.signed[ledger.name], tap.after = ledger, watch_signed
+            if self.estimator == "signs" and (not known or layer is RAW):
+                tap = self._tap(owner, owner.module, layer)
+                tap.signed[ledger.name], tap.after = ledger, watch_signed
         name, lineage = (held[0].name, held[0].lineage) if held else ("", ())
         self._broadcasts.append(watch_parameter(ledger, axis_of(self.batch_dim, name, None, lineage)[0], self))
 

@@ -41,7 +41,7 @@ def stage_signed(
 ) -> None:
     """Stages (sum_z s_z c_z), one value an element, with the ledgers of a module's estimated parameters."""
     recorder = tap.recorder
-    ledgers = [ledger for ledger in tap.signed.values() if ledger.param.requires_grad]
+    ledgers = [one for one in tap.signed.values() if one.param.requires_grad and not one.check.verified]
     recorder.enter_task()
     try:
         seed = recorder.seed

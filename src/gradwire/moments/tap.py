@@ -242,7 +242,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not following and (not torch.is_grad_enabled() or transformed()):
         return type(self).forward(self, *args, **kwargs)
     # torch.func.functional_call puts other tensors in the parameters' places: not ours to record.
-    own = all(self._parameters.get(name) is ledger.here for name, ledger in tap.ledgers.items())
+    own = all(held(self, name) is ledger.here for name, ledger in tap.ledgers.items())
     if (own or following) and tap.layer is not None and (following or tap.wanted()):
         result = (tap.layer.forward or plain_forward)(self, tap, *args, **kwargs)
     else:
@@ -250,6 +250,11 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if tap.after is not None and not torch.compiler.is_compiling():
         return tap.after(self, tap, result)
     return result
+
+
+def held(module: nn.Module, name: str) -> Any:
+    """The parameter of that name, which may be dotted: that of a module within."""
+    return module.get_parameter(name) if "." in name else module._parameters.get(name)
 
 
 def is_free(module: nn.Module) -> bool:
