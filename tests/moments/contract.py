@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from .oracle import Root, assert_equal, by_sample, recorded
+from .oracle import Labelled, assert_equal, by_sample, recorded
 
 BATCHES = [0, 1, 2, 5]
 
@@ -41,7 +41,7 @@ def tensor(draw: Draw, *shape: int) -> Tensor:
 
 
 def run(case: Case, reduction: str) -> None:
-    root = Root(case.layer.double())
+    root = Labelled(case.layer.double())
     probe = torch.empty(*[1] * case.axis, case.batch)
     share = 1 / max(1, case.batch) if reduction == "mean" else 1.0
     weights: list[Tensor] = []

@@ -24,6 +24,17 @@ class Root(nn.Module):
         return self.layer(*args, **kwargs)
 
 
+class Labelled(Root):
+    """The probe meets the output, as labels do: sample by sample, along the axis of its only dim that is not 1."""
+
+    def forward(self, probe: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found = self.layer(*args, **kwargs)
+        output = found[0] if isinstance(found, tuple) else found
+        labels = torch.zeros_like(probe, dtype=output.dtype)
+        output = output + labels.reshape(*probe.shape, *[1] * (output.ndim - probe.ndim))
+        return (output, *found[1:]) if isinstance(found, tuple) else output
+
+
 def trainable(net: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in net.named_parameters() if param.requires_grad}
 

@@ -181,6 +181,12 @@ ESTIMATED: dict[str, Any] = {
         "a",
         "the same for all samples",
     ),
+    "a mask that is multiplied": (
+        lambda: Net(lambda n, x, m: n.a(m).softmax(-1) @ x, a=linear()),
+        lambda: (floats(4, 4, 4), floats(4, 4)),
+        "a",
+        "the same for all samples",
+    ),
     "relative positions": (
         lambda: Net(
             lambda n, x: x @ n.a((torch.arange(4)[:, None] - torch.arange(4)).abs()).sum(-1), a=nn.Embedding(4, 3)
@@ -372,13 +378,26 @@ def test_through_a_recurrent_layer(first: bool) -> None:
     recorder.remove()
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_padding_mask_has_samples_first_where_sequences_have_them_second(batch: int) -> None:
+    torch.manual_seed(0)
+    net = nn.TransformerEncoderLayer(8, 2, 12, 0.0).double()
+    x, hidden = floats(3, batch, 8), torch.arange(3)[None] >= torch.tensor([3, 2, 1])[:batch, None]
+
+    def output(b: slice) -> Tensor:
+        return net(x[:, b], src_key_padding_mask=hidden[b]).pow(3).sum()
+
+    wanted = by_sample(net, lambda: [output(slice(b, b + 1)) for b in range(batch)])
+    assert_equal(recorded(net, lambda: output(slice(None)), batch_dim=1), wanted, 1e-8)
+
+
 def test_two_inputs_whose_batches_never_meet() -> None:
     """Pictures against texts: the logits are [B, B]."""
     torch.manual_seed(0)
     net = Net(
         lambda n, a, b: n.a(a.flatten(0, 1)).sum() + n.b(b.transpose(0, 1)).sum(), a=linear(), b=linear()
     ).double()
-    one, other = floats(4, 4, 4), floats(4, 4, 4)
+    one, other = floats(4, 4, 4), floats(4, 3, 4)
     wanted = by_sample(net, lambda: [net(one[b : b + 1], other[b : b + 1]) for b in range(4)])
     assert_equal(recorded(net, lambda: net(one, other)), wanted)
 

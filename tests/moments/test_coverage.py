@@ -57,15 +57,15 @@ class Raw(nn.Module):
         return torch.einsum("bi,i->bi", x, self.scale)
 
 
-class Flattens(nn.Module):
-    """Samples and positions in one axis: no sample axis is left for the Linear."""
+class Shuffles(nn.Module):
+    """Samples and positions in one axis, in an order that nobody can tell."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.flatten(0, 1))
+        return self.layer(x.flatten(0, 1)[torch.randperm(x.shape[0] * x.shape[1])])
 
 
 def pruned() -> nn.Module:
@@ -85,7 +85,7 @@ ESTIMATED: dict[str, Any] = {
         "test_coverage.Override gives it to torch's einsum",
     ),
     "raw parameter": (Raw, (3, 4), "scale", "test_coverage.Raw gives it to torch's einsum"),
-    "no sample axis": (Flattens, (3, 5, 4), "layer.weight", "axis 0 is 15 long, the batch is 3"),
+    "no sample axis": (Shuffles, (3, 5, 4), "layer.weight", "how the samples lie in its rows cannot be told"),
     "no batch axis": (lambda: nn.Conv1d(4, 4, 2), (4, 6), "weight", "its input has 2 dims and no batch axis"),
 }
 
@@ -182,7 +182,8 @@ def test_the_longest_prefix_names_the_axis() -> None:
         return net(x).square().sum()
 
     assert_equal(recorded(net, loss, batch_dim={"inner": 1, "inner.c": 0}), wanted)
-    wrong = recorded(net, loss)
+    assert_equal(recorded(net, loss), wanted)  # followed
+    wrong = recorded(net, loss, batch_dim={"inner": 0})
     assert_equal({"a.weight": wrong["a.weight"]}, {"a.weight": wanted["a.weight"]})
     assert not torch.allclose(wrong["inner.b.weight"], wanted["inner.b.weight"], rtol=0.05), "the axis matters"
 

@@ -22,7 +22,7 @@ from torch.func import functional_call, grad, vmap
 from gradwire import per_sample
 
 from .contract import BATCHES, Case, Draw, tensor
-from .oracle import Moments, Root, assert_equal, recorded, trainable
+from .oracle import Labelled, Moments, Root, assert_equal, recorded, trainable
 from .test_layers import LAYERS, AddPositions, images
 from .test_tied import NETS
 
@@ -44,8 +44,10 @@ def batch_of_one(value: Any, axis: int | None) -> Any:
     return value if axis is None else value.unsqueeze(axis)
 
 
-def outputs(root: Root, case: Case, params: dict[str, Tensor], inputs: tuple[Any, ...], kwargs: Any) -> Tensor:
-    probe = torch.empty(*[1] * case.axis, case.batch)
+def outputs(
+    root: Root, case: Case, params: dict[str, Tensor], inputs: tuple[Any, ...], kwargs: Any, batch: int | None = None
+) -> Tensor:
+    probe = torch.empty(*[1] * case.axis, case.batch if batch is None else batch)
     output = functional_call(root, params, (probe, *inputs), kwargs)
     return output[0] if isinstance(output, tuple) else output
 
@@ -63,7 +65,7 @@ def by_vmap(case: Case, root: Root, weights: Tensor) -> Moments:
     def loss(params: dict[str, Tensor], inputs: tuple[Any, ...], kwargs: dict[str, Any], weight: Tensor) -> Tensor:
         inputs = tuple(map(batch_of_one, inputs, axes))
         kwargs = {key: batch_of_one(value, named[key]) for key, value in kwargs.items()}
-        return loss_of(outputs(root, case, params, inputs, kwargs), weight.unsqueeze(case.axis))
+        return loss_of(outputs(root, case, params, inputs, kwargs, batch=1), weight.unsqueeze(case.axis))
 
     params = {name: param.detach() for name, param in trainable(root).items()}
     in_dims = (None, axes, named, case.axis)
@@ -77,7 +79,7 @@ def no_moment(root: Root) -> Moments:
 
 def rooted(case: Case) -> tuple[Root, Tensor]:
     """The layer in float64 and the weights of its loss."""
-    root = Root(case.layer.double())
+    root = Labelled(case.layer.double())
     with torch.no_grad():
         return root, torch.randn_like(outputs(root, case, {}, case.inputs, case.kwargs))
 
@@ -89,7 +91,7 @@ def compare(case: Case, twin: Case | None = None) -> None:
     found = recorded(root, lambda: loss_of(outputs(root, case, {}, case.inputs, case.kwargs), weights), **options)
     truth = case if twin is None else twin
     # vmap over no samples is refused by most layers (test_vmap_refused.py), and a sum over none is zero
-    wanted = by_vmap(truth, Root(truth.layer.double()), weights) if case.batch else no_moment(root)
+    wanted = by_vmap(truth, Labelled(truth.layer.double()), weights) if case.batch else no_moment(root)
     assert_equal(found, wanted, case.rtol)
 
 

@@ -41,6 +41,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 UNUSUAL = tuple(8 * prime for prime in (37, 41, 43, 47, 53, 59, 61, 67))
 Order = tuple[int, int] | None  # rows in front of and behind each sample's along a dim; None: they cannot be told
 Orders = dict[int, Order]  # by the size of the dim
+Axes = dict[int, int]
 Found = tuple[list[tuple[Key, Where]], frozenset[str]]
 ATTRIBUTE, POSITIONS = "_gradwire_orders", "_gradwire_positions"
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
@@ -67,24 +68,41 @@ class CannotFollow(Exception):  # noqa: N818 - it is no error, it is an answer
 def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> Found:
     """Where the samples lie in what each watched layer puts out, call by call, and which embeddings are positions.
 
-    All inputs that are as long as the batch are taken for batches, unless the model does not take them together: a
-    mask [T, T] may be so by chance.
+    All inputs that are as long as the batch are taken for batches, unless the model does not take them together. One
+    that has a second axis as long may be a mask [T, T]: it is taken for one where the model takes that.
     """
     given = (args, dict(kwargs))
-    alike = [one for one in dict.fromkeys(pytree.tree_leaves(given)) if as_long(one, axis, recorder.batch)]
-    if not alike:
-        raise CannotFollow("no tensor that it is called on has as many samples as the first")
-    first, *others = map(id, alike)
-    choices = [{first, *others}, *[{first, *others} - {one} for one in others], {first}]
-    why = ""
-    for chosen in dict.fromkeys(map(frozenset, choices)):
+    why, muddled = "", None
+    for axes in choices(given, axis, recorder.batch):
         # a path that is drawn at random while training cannot be followed, the one without chance can
         for training in dict.fromkeys((root.training, False)):
             try:
-                return with_positions(functools.partial(Forward, recorder, axis, root, given, chosen, training))
+                found = with_positions(functools.partial(Forward, recorder, axis, root, given, axes, training))
             except Exception as error:  # anything that a model may do to a tensor without values
                 why = why or f"{type(error).__name__}: {error}"
+                continue
+            if all(where.doubt != MIXED for _, where in found[0]):
+                return found
+            muddled = muddled or found
+    if muddled is not None:
+        return muddled
     raise CannotFollow(" ".join(why.split())[:200])
+
+
+def choices(given: Any, axis: int, batch: int | None) -> list[Axes]:
+    """Along which axes of the inputs the samples may lie, the likeliest first; id of an input -> its axis."""
+    tensors = {id(one): one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)}
+    found = {key: [each for each in (axis, 0) if as_long(one, each, batch)] for key, one in tensors.items()}
+    along = {key: each[0] for key, each in found.items() if each}
+    if not along:
+        raise CannotFollow("no tensor that it is called on has as many samples as the first")
+    others = list(along)[1:]
+    # a padding mask [B, S] has samples first, where the sequences have them second
+    masks = along | {key: found[key][-1] for key in others}
+    square = [key for key in others if batch != 1 and tensors[key].shape[:2] == (batch, batch)]
+    left_out = [square, *[[key] for key in square], [], *[[key] for key in others], others]
+    made = [{key: at for key, at in each.items() if key not in out} for out in left_out for each in (along, masks)]
+    return list({tuple(each.items()): each for each in made}.values())
 
 
 def with_positions(make: Callable[[frozenset[str]], Forward]) -> Found:
@@ -114,7 +132,7 @@ def as_long(one: Any, axis: int, batch: int | None) -> bool:
 class Forward:
     """One forward pass on fake tensors.
 
-    batched: the ids of the inputs that are batches; positions: the embeddings whose ids are given the batch.
+    axes: of the samples, by the id of each input that has them; positions: embeddings whose ids are given the batch.
     """
 
     def __init__(
@@ -123,12 +141,12 @@ class Forward:
         axis: int,
         root: nn.Module,
         given: Any,
-        batched: frozenset[int],
+        axes: Axes,
         training: bool,
         positions: frozenset[str],
     ) -> None:
         self.recorder, self.axis, self.root, self.given = recorder, axis, root, given
-        self.batched, self.training, self.positions = batched, training, positions
+        self.axes, self.training, self.positions = axes, training, positions
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
         self.batch, self.samples = 0, recorder.batch or 0
         self.tokens: int | None = None
@@ -186,9 +204,9 @@ class Forward:
 
     def _fake(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._fakes:
-            if id(tensor) in self.batched:
+            if id(tensor) in self.axes:
                 shape = list(tensor.shape)
-                shape[self.axis] += self.batch - self.samples
+                shape[self.axes[id(tensor)]] += self.batch - self.samples
                 fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             else:
                 fake = self.mode.from_tensor(tensor.detach())
