@@ -28,19 +28,38 @@ def mixed(x):
     return x ^ (x >> 32)
 
 
+@triton.jit
+def pairs(words):
+    """Words two by two, as 64 bits: the first is the low half."""
+    low, high = tl.split(tl.reshape(words.to(tl.uint32, bitcast=True), (words.shape[0] // 2, 2)))
+    return low.to(tl.uint64) | (high.to(tl.uint64) << 32)
+
+
 @triton.jit(do_not_specialize=["n_words"])
 def checksum_kernel(messages, stride: tl.int64, n_words, total, width: tl.constexpr, rounds: tl.constexpr):
-    """Program (part of a message, rank). Integers modulo 2^64: the order in which they are added is of no account."""
+    """Program (part of a message, rank). Integers modulo 2^64: the order in which they are added is of no account.
+
+    Without a mask but for the last part: with one, loads are a word each, and took 1.4 times as long.
+    """
     rank, begin, added = tl.program_id(1), tl.program_id(0) * (width * rounds), tl.zeros((width,), tl.uint64)
-    message = messages + rank * stride
-    for number in tl.static_range(rounds):
-        pair = begin + number * width + tl.arange(0, width)
-        low = tl.load(message + 2 * pair, mask=2 * pair < n_words, other=0)
-        high = tl.load(message + 2 * pair + 1, mask=2 * pair + 1 < n_words, other=0)
-        x = low.to(tl.uint32, bitcast=True).to(tl.uint64) | high.to(tl.uint32, bitcast=True).to(tl.uint64) << 32
-        counts = (2 * pair < n_words) & (pair != OWN)
-        added += tl.where(counts, mixed(x + pair.to(tl.uint64) * KEY), 0)
-    tl.atomic_add(total + rank, tl.sum(added).to(tl.int64, bitcast=True), sem="relaxed")
+    message, left = messages + rank * stride + 2 * begin, n_words - 2 * begin
+    key, step = (begin + tl.arange(0, width)).to(tl.uint64) * KEY, tl.full((), width, tl.uint64) * KEY
+    if left >= 2 * width * rounds:
+        for number in tl.static_range(rounds):
+            added += mixed(pairs(tl.load(message + number * 2 * width + tl.arange(0, 2 * width))) + key)
+            key += step
+    else:
+        for number in tl.static_range(rounds):
+            at = number * 2 * width + tl.arange(0, 2 * width)
+            found = mixed(pairs(tl.load(message + at, mask=at < left, other=0)) + key)
+            added += tl.where(number * 2 * width + 2 * tl.arange(0, width) < left, found, 0)
+            key += step
+    all_of_them = tl.sum(added)
+    if (begin == 0) & (n_words > 2 * OWN):  # without its own place
+        at = 2 * OWN + tl.arange(0, 2)
+        own = pairs(tl.load(message + at, mask=at < n_words, other=0))
+        all_of_them -= tl.sum(mixed(own + tl.full((), OWN, tl.uint64) * KEY))
+    tl.atomic_add(total + rank, all_of_them.to(tl.int64, bitcast=True), sem="relaxed")
 
 
 @triton.jit

@@ -84,6 +84,8 @@ def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: M
             if all(where.doubt != MIXED for _, where in found[0]):
                 return found
             muddled = muddled or found
+        if "DataDependent" in why:  # whatever the inputs are taken for
+            break
     if muddled is not None:
         return muddled
     raise CannotFollow(" ".join(why.split())[:200])
