@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import time
 import warnings
 
 import pytest
@@ -155,12 +156,15 @@ class Fails(torch.autograd.Function):
         raise MemoryError
 
 
-def interrupted():
+def interrupted(late):
+    """late: the courier of rank 0 is still busy when the step is given up."""
     net = scenes.net()
     model, wire = attached(net, VGC(alpha=1.0))
     list(scenes.train(model, range(4), scenes.sgd(net)))
     before = wire.state_dict()["parameters"]
     handle = net[2].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
+    if late and dist.get_rank() == 0:
+        wire._link._delivery._courier.submit(lambda: time.sleep(1))
     with pytest.raises(MemoryError):
         next(scenes.train(model, range(4, 5), scenes.sgd(net)))
     handle.remove()
@@ -178,9 +182,10 @@ def interrupted():
     return all(whole), list(scenes.train(model, range(4, 7), scenes.sgd(net)))
 
 
-def test_a_step_that_broke_off_is_taken_back(spawn):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_that_broke_off_is_taken_back(spawn, late):
     """Every element holds what it held, or that and its gradient: nothing was sent and lost."""
-    results = spawn(2, interrupted)
+    results = spawn(2, interrupted, late)
     for whole, prints in results:
         assert whole
         assert prints == results[0][1]

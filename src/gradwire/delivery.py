@@ -238,7 +238,8 @@ class Delivery:
             self._fail(step, GradwireError("this step was given up: its net was wrapped and attached anew"))
             taken_back.set()
 
-        self._courier.submit(fail)
+        # What is to be sent queues what receives it, behind this: other ranks wait for both, so `fail` goes behind them.
+        self._courier.submit(lambda: self._courier.submit(fail))
         taken_back.wait()
 
     @contextlib.contextmanager
