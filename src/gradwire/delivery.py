@@ -238,7 +238,7 @@ class Delivery:
             self._fail(step, GradwireError("this step was given up: its net was wrapped and attached anew"))
             taken_back.set()
 
-        # What is to be sent queues what receives it, behind this: other ranks wait for both, so `fail` goes behind them.
+        # what is still to be sent queues what receives it: the other ranks wait for both, and `fail` goes behind them
         self._courier.submit(lambda: self._courier.submit(fail))
         taken_back.wait()
 
