@@ -25,7 +25,7 @@ class Stop(BaseException):
     """As SystemExit is, and what Ctrl-C raises: no Exception."""
 
 
-class Wordless(Exception):
+class WordlessError(Exception):
     """Also what it says fails."""
 
     def __str__(self) -> str:
@@ -101,7 +101,7 @@ def wordless(delivery: Any) -> None:
     """At the end of the step: no other bucket comes."""
 
     def finish(step: Any) -> None:
-        raise Wordless
+        raise WordlessError
 
     delivery._finish = finish
 
@@ -128,7 +128,7 @@ FAULTS = {
     "undo": (broken_undo, SMALL, f"{CORRUPT}. {LOST}"),
     "not finite": (not_finite, SMALL, LOST),
     "stop": (stopped, SMALL, "Stop: pressed"),
-    "wordless": (wordless, SMALL, "Wordless"),
+    "wordless": (wordless, SMALL, "WordlessError"),
     "future": (broken_future, None, "full"),  # DDP looks at small buckets first, and no further
 }
 
