@@ -35,9 +35,9 @@ class Outcomes:
             self._note(report, "error" if report.failed and report.when != "call" else report.outcome)
 
     def pytest_collectreport(self, report: Any) -> None:
-        """A file that cannot be imported."""
-        if report.failed:
-            self._note(report, "error")
+        """A file that cannot be imported, or is skipped whole."""
+        if not report.passed:
+            self._note(report, "error" if report.failed else report.outcome)
 
     def _note(self, report: Any, outcome: str) -> None:
         why = "" if outcome == "passed" else report.longrepr[-1] if outcome == "skipped" else report.longreprtext
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> int:
     outcomes = Outcomes()
     code = pytest.main([*options, *arguments, *marked_files()], [outcomes])
     LOG.write_text("\n".join([*head(arguments), *outcomes.lines()]) + "\n", encoding="utf-8")
-    print(f"{LOG.relative_to(ROOT)}: {outcomes.lines()[-1]}")
+    print(f"{os.path.relpath(LOG)}: {outcomes.lines()[-1]}")
     return int(code)
 
 

@@ -25,6 +25,13 @@ class Stop(BaseException):
     """As SystemExit is, and what Ctrl-C raises: no Exception."""
 
 
+class WordlessError(Exception):
+    """Also what it says fails."""
+
+    def __str__(self) -> str:
+        raise ValueError
+
+
 def attached(small: Small | None) -> tuple[DistributedDataParallel, Any]:
     """After some steps, a bucket a parameter; small ones may be summed beside those that the courier takes."""
     model = scenes.ddp(scenes.net())
@@ -61,6 +68,18 @@ def broken_undo(delivery: Any) -> None:
     delivery._send = sent
 
 
+def not_finite(delivery: Any) -> None:
+    """A gradient, so that the step is taken back without an error: and it cannot be."""
+    send = delivery._send
+
+    def sent(compressor: Any, step: Any, parcel: Any) -> Any:
+        parcel.buffer[0] = torch.nan
+        step.undo.append(fails)
+        return send(compressor, step, parcel)
+
+    delivery._send = sent
+
+
 def fails() -> None:
     raise ZeroDivisionError("no way back")
 
@@ -76,6 +95,15 @@ def stopped(delivery: Any) -> None:
         return send(*args)
 
     delivery._send = sent
+
+
+def wordless(delivery: Any) -> None:
+    """At the end of the step: no other bucket comes."""
+
+    def finish(step: Any) -> None:
+        raise WordlessError
+
+    delivery._finish = finish
 
 
 def broken_future(delivery: Any) -> None:
@@ -94,10 +122,13 @@ def broken_future(delivery: Any) -> None:
 
 SMALL = Small(200, Dense())
 CORRUPT = "is corrupt: its checksum does not match"
+LOST = "what this step had sent could not be taken back (ZeroDivisionError: no way back), so what is held back is not"
 FAULTS = {
     "spoiled": (spoiled_message, SMALL, CORRUPT),
-    "undo": (broken_undo, SMALL, f"{CORRUPT}. What this step had sent could not be taken back"),
+    "undo": (broken_undo, SMALL, f"{CORRUPT}. {LOST}"),
+    "not finite": (not_finite, SMALL, LOST),
     "stop": (stopped, SMALL, "Stop: pressed"),
+    "wordless": (wordless, SMALL, "WordlessError"),
     "future": (broken_future, None, "full"),  # DDP looks at small buckets first, and no further
 }
 

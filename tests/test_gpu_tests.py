@@ -22,12 +22,16 @@ def test_there_is_one_way_to_ask_for_a_gpu() -> None:
 
 
 def test_without_a_gpu_it_says_so_and_the_log_stays() -> None:
-    before = gpu.LOG.read_bytes()
+    before = logged()
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-m", "tests.gpu"], cwd=gpu.ROOT, env=hidden, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout == "The GPU tests need a CUDA device, and torch finds none here. Their log stays as it is.\n"
-    assert gpu.LOG.read_bytes() == before
+    assert logged() == before
+
+
+def logged() -> str:
+    return gpu.LOG.read_text() if gpu.LOG.exists() else "nothing yet"
 
 
 SAMPLE = """
@@ -69,6 +73,7 @@ def test_the_log_has_every_test_and_what_is_wrong_with_it(tmp_path: Path) -> Non
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_sample.py").write_text(SAMPLE)
     (tmp_path / "tests" / "test_cannot.py").write_text("import pytest, nothing_of_this_name  # mark.gpu")
+    (tmp_path / "tests" / "test_whole.py").write_text("import pytest\npytest.importorskip('none_such')  # mark.gpu")
     (tmp_path / "tests" / "test_other.py").write_text("import nothing_of_this_name")
     done = subprocess.run([sys.executable, "-c", ELSEWHERE, str(tmp_path)], cwd=gpu.ROOT, capture_output=True)
     assert done.returncode == 1
@@ -80,8 +85,35 @@ def test_the_log_has_every_test_and_what_is_wrong_with_it(tmp_path: Path) -> Non
         "FAILED tests/test_sample.py::test_sum[2] E       assert (1 + 2) == 2",
         "PASSED tests/test_sample.py::test_sum[1]",
         "SKIPPED tests/test_sample.py::test_skipped Skipped: made for Hopper",
-        "2 error, 1 failed, 1 passed, 1 skipped",
+        "SKIPPED tests/test_whole.py Skipped: could not import 'none_such': No module named 'none_such'",
+        "2 error, 1 failed, 1 passed, 2 skipped",
     ]
+
+
+BARE = """
+import sys, torch
+from pathlib import Path
+from tests import gpu
+
+for name in ("hypothesis", "llvmlite", "numba", "pytest_timeout", "rich", "sklearn", "transformers", "typer", "xdist"):
+    sys.modules[name] = None  # as if it were not installed
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda: "a device"
+gpu.LOG = gpu.ROOT / sys.argv[1]
+sys.exit(gpu.run(["--collect-only"]))
+"""
+
+
+def test_no_more_is_needed_than_torch_triton_and_pytest(tmp_path: Path) -> None:
+    """A machine that is lent with a GPU may have nothing else, and nowhere to get it from."""
+    alone = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    command = [sys.executable, "-c", BARE, str(tmp_path / "log")]
+    done = subprocess.run(command, cwd=gpu.ROOT, env=alone, capture_output=True, text=True)
+    assert (tmp_path / "log").read_text().splitlines()[3:] == [""], "a file that cannot be imported"
+    assert done.returncode == 0, done.stdout
+    for name in gpu.marked_files():
+        if name != "tests/test_gpu_tests.py":
+            assert f"{name}::" in done.stdout
 
 
 @pytest.mark.parametrize(

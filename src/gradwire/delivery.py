@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,7 +91,7 @@ class Delivery:
     def _guarded(self, step: Step, piece: Callable[[], None]) -> None:
         try:
             if self._error is not None:
-                raise RuntimeError(f"an earlier exchange failed: {self._error}") from self._error
+                raise RuntimeError(f"an earlier exchange failed: {_in_words(self._error)}") from self._error
             piece()
         except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
             self._fail(step, error)
@@ -223,10 +224,7 @@ class Delivery:
                 try:
                     step.take_back()
                 except BaseException as second:
-                    error = self._error = GradwireError(
-                        f"{error}. What this step had sent could not be taken back either ({_in_words(second)}), so "
-                        "what is held back is not what it was: go on from a checkpoint"
-                    )
+                    error = self._error = GradwireError(f"{_in_words(error)}. {_in_words(second)}")
         for future in step.futures:
             _hand(future, error)
 
@@ -257,7 +255,8 @@ class Delivery:
 
 
 def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    """Also of one whose own words fail."""
+    return str(error) if isinstance(error, GradwireError) else traceback.format_exception_only(error)[-1].strip()
 
 
 def _hand(future: Future[Any], error: BaseException) -> None:

@@ -66,7 +66,7 @@ def begin_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
     several arrive at a rank at once all the same, and wait for each other longer than on the ring. A GPU's go over the
     ring whatever their size: only in collectives does Gloo bring them to the host, a send takes their address for one.
     """
-    if dist.get_backend(group) != "gloo" or own.is_cuda or own.nbytes > DIRECT_BYTES:
+    if dist.get_backend(group) != "gloo" or own.device.type != "cpu" or own.nbytes > DIRECT_BYTES:
         return all_gather(out, own, group=group, async_op=True)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     rows = out.view(world_size, -1)

@@ -13,6 +13,7 @@ from torch.futures import Future
 from gradwire.budget import Budget
 from gradwire.capacity import Plan
 from gradwire.compressors.base import Arrival, Context, Gather
+from gradwire.errors import GradwireError
 from gradwire.exchange import Flight
 from gradwire.layout import Layout
 from gradwire.store import Bucket
@@ -72,8 +73,14 @@ class Step:
     def take_back(self) -> None:
         """Every sent element gets its r and v back, as they were before the send."""
         changes, self.undo = self.undo, []
-        for change in changes:
-            change()
+        try:
+            for change in changes:
+                change()
+        except Exception as error:
+            raise GradwireError(
+                f"what this step had sent could not be taken back ({type(error).__name__}: {error}), so what is held "
+                "back is not what it was: go on from a checkpoint"
+            ) from error
 
     def read(self) -> tuple[bool, list[tuple[Layout, list[int]]]]:
         """(all finite, counts by bucket) of a step; the only place where the host waits for a GPU, once a step."""

@@ -107,19 +107,6 @@ def test_many_threads_write_the_same_bytes(monkeypatch):
     assert torch.equal(results[0][1], compact.pack(index, code, blocks)[1])
 
 
-@pytest.mark.gpu
-def test_the_reference_is_the_same_on_a_gpu():
-    random = np.random.default_rng(0)
-    index = torch.from_numpy(np.flatnonzero(random.random(100_000) < 0.05))
-    code = torch.from_numpy(random.integers(0, 16, len(index)).astype(np.int32))
-    blocks = Blocks.of(Layout.of([("a", (100_000,))]), (len(index),))
-    orders, body = compact.pack(index.cuda(), code.cuda(), blocks)
-    assert torch.equal(body.cpu(), compact.pack(index, code, blocks)[1])
-    back = compact.unpack(orders, body, blocks)
-    assert torch.equal(back[0].cpu(), index)
-    assert torch.equal(back[1].cpu(), code)
-
-
 @given(st.integers(1, 1 << 40), st.data())
 @settings(max_examples=200, deadline=None)
 def test_the_length_of_a_block_is_the_smallest_that_holds_256(numel, data):

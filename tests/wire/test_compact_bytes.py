@@ -181,3 +181,16 @@ def test_real_messages_cost_at_most_1_10_of_shannons_bound(wire_bits, alpha):
     """Places as they are, six tensors from 10 to 65,536 elements."""
     row = wire_bits.bits_row("", list(wire_bits.digits(alpha))[::5])
     assert 0.85 <= row["ratio"] <= 1.10
+
+
+@pytest.mark.gpu
+def test_the_reference_is_the_same_on_a_gpu():
+    random = np.random.default_rng(0)
+    index = torch.from_numpy(np.flatnonzero(random.random(100_000) < 0.05))
+    code = torch.from_numpy(random.integers(0, 16, len(index)).astype(np.int32))
+    blocks = Blocks.of(Layout.of([("a", (100_000,))]), (len(index),))
+    orders, body = compact.pack(index.cuda(), code.cuda(), blocks)
+    assert torch.equal(body.cpu(), compact.pack(index, code, blocks)[1])
+    back = compact.unpack(orders, body, blocks)
+    assert torch.equal(back[0].cpu(), index)
+    assert torch.equal(back[1].cpu(), code)
