@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradwire.moments.batch_axis import NOWHERE, Where
-from gradwire.moments.linear import linear
+from gradwire.moments.linear import linear, transposed_linear
 from gradwire.moments.normalization import by_feature
 from gradwire.moments.registry import Layer, Uses, layer_of, path_of
 from gradwire.moments.site import Site
@@ -35,11 +35,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "matmul": ("input", "weight"),  # x @ weight
 }
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 FUNCTION = (
     "{kind} gives it to torch's {name} together with samples, through which they are not followed; through F.linear, "
-    "F.layer_norm and sums and products they are, and with gradwire.per_sample(param, x)"
+    "x @ param, F.layer_norm and sums and products they are, and with gradwire.per_sample(param, x)"
 )
 
 DRAWN = "{kind} gives it to torch's {name}, which draws random numbers that cannot be drawn again"
@@ -177,6 +178,8 @@ def is_known(
     met = [call.following.rows.where(other).doubt != NOWHERE for other in others]
     if where.doubt == NOWHERE:
         return not any(met) or name in CASTING
+    if name == "matmul" and stands[0].actual.ndim != 2:
+        return False
     if name in LAYERS or (name in CONVOLUTIONS and convolves(call.module)):
         return met[:1] == [True] and not any(met[1:])
     alone = len(stands) == 1 and where.axis is not None and spreads(stands[0].actual.shape, shape, where.axis)
@@ -261,7 +264,8 @@ def by_layer(name: str, args: Any, kwargs: Any, result: Tensor, call: Call, part
         formula: Any = partial(layer.formulas[""], call.module)
     else:
         named = dict(zip(LAYERS[name], args, strict=False)) | kwargs
-        formula = partial(linear, call.module) if name == "linear" else partial(normalized, name, named)
+        multiplies = {"linear": linear, "matmul": transposed_linear}.get(name)
+        formula = partial(multiplies, call.module) if multiplies else partial(normalized, name, named)
     stands = {local: value for local, value in named.items() if type(value) is Stand}
 
     def uses(gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:
