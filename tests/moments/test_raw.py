@@ -195,6 +195,9 @@ def test_what_cannot_be_followed_is_estimated_and_says_by_which_function() -> No
     net = nn.Sequential(Own(lambda own, x: torch.einsum("btw,wo->bto", x, own.a), parameter(WIDTH, 2))).double()
     (why,) = estimated(net, torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)).values()
     assert "einsum" in why
+    turned = nn.Sequential(Own(lambda own, x: own.a @ x, parameter(LENGTH, LENGTH))).double()
+    (why,) = estimated(turned, torch.randn(BATCH, LENGTH, LENGTH, dtype=torch.float64)).values()
+    assert "matmul" in why
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
