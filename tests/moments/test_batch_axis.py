@@ -479,6 +479,34 @@ def test_through_a_recurrent_layer(first: bool) -> None:
     recorder.remove()
 
 
+class Stateful(Language):
+    """As above, but its state is given to it and back."""
+
+    def forward(self, words: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        output, state = self.lstm(self.table(words), state)
+        return self.head(output), state
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_has_samples_second(first: bool) -> None:
+    torch.manual_seed(0)
+    net, axis = Stateful(first).double(), 0 if first else 1
+    words, state = torch.randint(0, 9, (5, 5)), (floats(1, 5, 4), floats(1, 5, 4))
+
+    def loss(b: slice) -> Tensor:
+        given = words[b] if first else words[:, b]
+        return net(given, tuple(one[:, b] for one in state))[0].square().sum()
+
+    wanted = by_sample(net, lambda: [loss(slice(b, b + 1)) for b in range(5)])
+    recorder = Recorder(net, trainable(net), batch_dim=axis)
+    loss(slice(None)).backward()
+    assert recorder.batch_axis.followed
+    names = ["table.weight", "head.weight", "head.bias"]
+    assert [row.kind for row in recorder.coverage() if row.name in names] == ["exact"] * 3
+    assert_equal({name: recorder.moment(name) for name in names}, {name: wanted[name] for name in names})
+    recorder.remove()
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_padding_mask_has_samples_first_where_sequences_have_them_second(batch: int) -> None:
     torch.manual_seed(0)

@@ -59,7 +59,7 @@ class BatchAxis:
         self.axis = axis  # of the samples in what the model is called on
         self.failure: str | None = "it was not called yet"
         self.input: str | None = None  # the name of the tensor that they are counted in
-        self.square = False  # whether an input of the last pass had another axis as long as the batch
+        self.square = False  # whether an input of the last pass had two axes in front as long as the batch
         self.positions: frozenset[str] = frozenset()  # embeddings whose ids are the same for all samples, and added
         self._known: dict[Key, set[Where]] = {}
         self._followed: set[Any] = set()
@@ -73,7 +73,7 @@ class BatchAxis:
         """Before a forward: follows inputs of a kind that has not been seen yet."""
         if self.axis is None or recorder.batch is None:
             return
-        self.square = any(one.shape.count(recorder.batch) > 1 for one in tensors_in((args, kwargs)))
+        self.square = any(one.shape[:2].count(recorder.batch) > 1 for one in tensors_in((args, kwargs)))
         kind = (kind_of((args, kwargs), self.axis, recorder.batch), root.training)
         if len(self._followed) >= MOST or (kind in self._followed and not self._missing):
             return

@@ -110,6 +110,9 @@ def choices(given: Any, axis: int, batch: int | None) -> list[Axes]:
     square = [key for key in others if batch != 1 and tensors[key].shape[:2] == (batch, batch)]
     left_out = [square, *[[key] for key in square], [], *[[key] for key in others], others]
     made = [{key: at for key, at in each.items() if key not in out} for out in left_out for each in (along, masks)]
+    # a recurrent layer's state [layers, B, H] has samples second, where the sequences have them first
+    states = {key: 1 for key, one in tensors.items() if key not in along and as_long(one, 1, batch)}
+    made += [each | states for each in (along, masks)]
     return list({tuple(each.items()): each for each in made}.values())
 
 
