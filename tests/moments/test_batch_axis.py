@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,68 +252,165 @@ def test_sequences_of_any_length() -> None:
     recorder.remove()
 
 
+class History:
+    """An object that a model may keep, as a cache."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.lock = threading.Lock()  # cannot be copied
+
+
 class Leaves(nn.Module):
-    """Leaves things behind on itself, draws numbers, counts in a buffer, and calls what follows by a hook."""
+    """Leaves things behind on itself, draws numbers, prints, counts in a buffer, and calls what follows by a hook."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
         self.calls: list[int] = []
-        self.cache: dict[str, Tensor] = {}
+        self.cache: dict[str, Any] = {"all": [], "lock": threading.Lock()}
+        self.recent: deque[Tensor] = deque(maxlen=3)
         self.table: Tensor | None = None
+        self.others = [self.layer]
+        self.dice, self.numpy_dice = random.Random(0), numpy.random.default_rng(0)
+        self.drawn: tuple[float, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(len(self.calls))
         self.cache["x"] = x
+        self.cache["all"].append(x)
+        self.recent.append(x)
+        self.drawn = (self.dice.random(), self.numpy_dice.random(), numpy.random.rand())
+        print("forward")
         if self.table is None:
             self.table = torch.arange(4.0) * random.random()
-        return self.norm(self.layer(x * self.table))
+        return self.norm(self.others[0](x * self.table))
 
 
-def test_the_model_is_not_touched() -> None:
-    net = Leaves()
+def test_the_model_is_not_touched(capsys: pytest.CaptureFixture[str]) -> None:
+    net, alone = Leaves(), Leaves()
     buffers = {name: buffer.clone() for name, buffer in net.named_buffers()}
     recorder = Recorder(net, trainable(net))
     torch.manual_seed(0)
     random.seed(0)
-    expected = random.random()
+    numpy.random.seed(0)
+    alone(torch.randn(3, 4))
+    expected = alone.table
+    torch.manual_seed(0)
     random.seed(0)
+    numpy.random.seed(0)
     seen: list[Any] = []
 
     def inspect(module: nn.Module, args: tuple[Any, ...]) -> None:
-        seen.append((net.calls[:], dict(net.cache), net.table, {n: b.clone() for n, b in net.named_buffers()}))
+        seen.append((net.calls[:], [*net.cache["all"], *net.recent], net.table, [*net.cache]))
+        seen.append({n: b.clone() for n, b in net.named_buffers()})
 
     net.register_forward_pre_hook(inspect)  # after the recorder's own, so it sees what that left
     x = torch.randn(3, 4)
     state = torch.get_rng_state()
+    capsys.readouterr()
     net(x)
-    calls, cache, table, found = seen[0]
-    assert (calls, cache, table) == ([], {}, None)
-    assert all(torch.equal(found[name], buffer) for name, buffer in buffers.items())
+    assert seen[0] == ([], [], None, ["all", "lock"])
+    assert all(torch.equal(seen[1][name], buffer) for name, buffer in buffers.items())
     assert torch.equal(state, torch.get_rng_state())
     assert net.calls == [0]
     assert net.cache["x"] is x
-    assert torch.equal(net.table, torch.arange(4.0) * expected)
+    assert net.drawn == alone.drawn
+    assert torch.equal(net.table, expected)
+    assert capsys.readouterr().out == "forward\n"
     assert recorder.batch_axis.followed
     recorder.remove()
 
 
 def branching(net: Any, x: Tensor) -> Tensor:
-    """Goes by a number in the data, which nothing without values can follow."""
-    return net.a(x) if float(x.detach().sum()) > -1e9 else net.b(x)
+    """Time first; goes by numbers in the data, and refuses some."""
+    if torch.isnan(x).any() or torch.equal(x, x + 1):
+        raise ValueError("no number")
+    x = x.transpose(0, 1)
+    y = net.a(x) if float(x.detach().sum()) > -1e9 else net.b(x)
+    return (y.tanh() * round(1 + 0 * x.mean().item())).transpose(0, 1)
 
 
-def test_what_cannot_be_followed_is_measured_and_the_report_says_so() -> None:
+def turning(net: Any, x: Tensor) -> Tensor:
+    """What the data decides is where the samples lie."""
+    return net.a(x).tanh() if x.detach().sum() > 1e9 else net.a(x.transpose(0, 1)).tanh().transpose(0, 1)
+
+
+def dropping_empty(net: Any, x: Tensor) -> Tensor:
+    """As routed, but an expert without a token is left out, which nobody knows beforehand."""
+    tokens = x.flatten(0, 1)
+    out = torch.zeros_like(tokens)
+    for number in (tokens[:, 0] > 0).long().unique().tolist():
+        mine = (tokens[:, 0] > 0).eq(number).nonzero()[:, 0]
+        if mine.numel() > 0:
+            out = out.index_add(0, mine, (net.a, net.b)[number](tokens[mine]))
+    return net.c(out.view_as(x))
+
+
+def test_either_branch_is_followed() -> None:
     torch.manual_seed(0)
-    net, x = Net(branching, a=linear(), b=linear()).double(), floats(3, 5, 4)
+    net, x = Net(branching, a=linear(), b=linear()).double(), floats(4, 4, 4)
+    recorder = Recorder(net, trainable(net))
+    net(x).pow(3).sum().backward()
+    assert [row.kind for row in recorder.coverage()] == ["exact", "exact", "not seen yet", "not seen yet"]
+    found = {name: recorder.moment(name) for name in ("a.weight", "a.bias")}
+    recorder.remove()
+    wanted = by_sample(net, lambda: [net(x[b : b + 1]).pow(3).sum() for b in range(4)])
+    assert_equal(found, {name: wanted[name] for name in found})
+
+
+def test_where_branches_differ_nothing_is_believed() -> None:
+    row = row_of(Net(turning, a=linear()).double(), "a", floats(4, 4, 4))
+    assert (row.kind, row.why.partition(",")[0]) == ("step", "it is called with the samples along different axes")
+
+
+def test_what_comes_after_a_choice_by_the_data_is_followed() -> None:
+    net = Net(dropping_empty, a=linear(), b=linear(), c=linear()).double()
+    rows = {name: row_of(net, name, expert_batch()) for name in ("a", "b", "c")}
+    assert rows["c"].kind == "exact"
+    assert ["by the data" in rows[name].why for name in ("a", "b")] == [True, True]
+
+
+def through_numpy(net: Any, x: Tensor) -> Tensor:
+    """What nothing without values can follow."""
+    return net.a(x * float(x.detach().numpy().std()))
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_what_cannot_be_followed_is_measured_and_the_report_says_so(length: int) -> None:
+    """Unless another axis is as long."""
+    torch.manual_seed(0)
+    net, x = Net(through_numpy, a=linear()).double(), floats(3, length, 2, 4)
     recorder = Recorder(net, trainable(net))
     net(x).square().sum().backward()
-    rows = {row.name: row.kind for row in recorder.coverage()}
-    assert rows["a.weight"] == "exact"
+    rows = {row.name: row for row in recorder.coverage()}
+    assert rows["a.weight"].kind == ("step" if length == 3 else "exact")
+    assert ("another axis is as long as the batch" in rows["a.weight"].why) == (length == 3)
     said = recorder.batch_axis.describe(recorder.batch)
     assert said.startswith("samples: 3, axis 0 of the first input `")
-    assert "in layers the axes that are as long, since they could not be followed: GuardOnDataDependent" in said
+    assert "in layers the axes that are as long, since they could not be followed: " in said
     recorder.remove()
+
+
+@dataclass
+class Pair:
+    """What a data loader may yield."""
+
+    number: Tensor
+    x: Tensor
+
+
+@pytest.mark.parametrize("given", [lambda x: Pair(torch.tensor(2.0), x), lambda x: {"number": torch.tensor(2), "x": x}])
+def test_samples_are_found_in_nested_inputs(given: Callable[[Tensor], Any]) -> None:
+    """And not in a number."""
+
+    def run(net: Any, pair: Any) -> Tensor:
+        x = pair.x if isinstance(pair, Pair) else pair["x"]
+        return net.a(x.transpose(0, 1)).tanh().transpose(0, 1)
+
+    torch.manual_seed(0)
+    net, x = Net(run, a=linear()).double(), floats(4, 4, 4)
+    wanted = by_sample(net, lambda: [net(given(x[b : b + 1])).pow(3).sum() for b in range(4)])
+    assert_equal(recorded(net, lambda: net(given(x)).pow(3).sum()), wanted)
 
 
 def test_a_path_drawn_at_random_is_followed_without_chance() -> None:
@@ -375,6 +476,34 @@ def test_through_a_recurrent_layer(first: bool) -> None:
     found: Moments = {name: recorder.moment(name) for name in names}
     assert_equal(found, {name: wanted[name] for name in names})
     assert recorder.batch_axis.describe(recorder.batch) == f"samples: 5, axis {axis} of the first input `words`"
+    recorder.remove()
+
+
+class Stateful(Language):
+    """As above, but its state is given to it and back."""
+
+    def forward(self, words: Tensor, state: tuple[Tensor, Tensor]) -> Any:
+        output, state = self.lstm(self.table(words), state)
+        return self.head(output), state
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_has_samples_second(first: bool) -> None:
+    torch.manual_seed(0)
+    net, axis = Stateful(first).double(), 0 if first else 1
+    words, state = torch.randint(0, 9, (5, 5)), (floats(1, 5, 4), floats(1, 5, 4))
+
+    def loss(b: slice) -> Tensor:
+        given = words[b] if first else words[:, b]
+        return net(given, tuple(one[:, b] for one in state))[0].square().sum()
+
+    wanted = by_sample(net, lambda: [loss(slice(b, b + 1)) for b in range(5)])
+    recorder = Recorder(net, trainable(net), batch_dim=axis)
+    loss(slice(None)).backward()
+    assert recorder.batch_axis.followed
+    names = ["table.weight", "head.weight", "head.bias"]
+    assert [row.kind for row in recorder.coverage() if row.name in names] == ["exact"] * 3
+    assert_equal({name: recorder.moment(name) for name in names}, {name: wanted[name] for name in names})
     recorder.remove()
 
 

@@ -93,10 +93,10 @@ def test_labels_0_to_b_stay_labels() -> None:
 
 
 def test_an_axis_that_once_did_not_fit_is_not_believed_when_it_does() -> None:
-    """A relative bias [T, T, H], with T = B by chance, in a model that goes by its numbers and cannot be followed."""
+    """A relative bias [T, T, H], with T = B by chance, in a model that goes by numpy and cannot be followed."""
 
     def biased(wpe: nn.Embedding, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1]) if float(x.detach().sum()) > -1e9 else torch.zeros(1)
+        places = torch.arange(x.shape[1]) if x.detach().numpy().sum() > -1e9 else torch.zeros(1)
         return x @ wpe((places[:, None] - places).abs()).sum(0).t()
 
     net = Model(biased)

@@ -87,6 +87,8 @@ CASES: dict[str, tuple[Does, tuple[int, ...], tuple[int, ...] | None]] = {
     "RMSNorm of torch": (lambda own, x: F.rms_norm(x, (WIDTH,), own.a + 1), (WIDTH,), None),
     "Linear": (lambda own, x: F.linear(x, own.a, own.b), (5, WIDTH), (5,)),
     "Linear, masked": (lambda own, x: F.linear(x, own.a * torch.eye(WIDTH), own.b), (WIDTH, WIDTH), (WIDTH,)),
+    "matrix": (lambda own, x: x @ own.a + own.b, (WIDTH, 5), (5,)),
+    "low rank": (lambda own, x: x + torch.matmul(x @ own.a.T, own.b), (2, WIDTH), (2, WIDTH)),
     "time first": (by_time, (WIDTH,), (LENGTH, WIDTH)),
     "folded": (folded, (WIDTH,), (WIDTH,)),
     "relative positions": (relative, (2 * LENGTH - 1, 2), None),
@@ -193,6 +195,9 @@ def test_what_cannot_be_followed_is_estimated_and_says_by_which_function() -> No
     net = nn.Sequential(Own(lambda own, x: torch.einsum("btw,wo->bto", x, own.a), parameter(WIDTH, 2))).double()
     (why,) = estimated(net, torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)).values()
     assert "einsum" in why
+    turned = nn.Sequential(Own(lambda own, x: own.a @ x, parameter(LENGTH, LENGTH))).double()
+    (why,) = estimated(turned, torch.randn(BATCH, LENGTH, LENGTH, dtype=torch.float64)).values()
+    assert "matmul" in why
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

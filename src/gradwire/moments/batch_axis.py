@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ POSITIONS = NOWHERE + '; if it is positions, added to every sample alike, say ba
 BY_DATA = "which sample each of its rows belongs to is decided by the data"
 MIXED = "how the samples lie in its rows cannot be told"
 COMPILED = "the whole model is compiled, and nothing can be followed through it"
+CHANCE = "the samples could not be followed, and another axis is as long as the batch"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class BatchAxis:
         self.axis = axis  # of the samples in what the model is called on
         self.failure: str | None = "it was not called yet"
         self.input: str | None = None  # the name of the tensor that they are counted in
+        self.square = False  # whether an input of the last pass had two axes in front as long as the batch
         self.positions: frozenset[str] = frozenset()  # embeddings whose ids are the same for all samples, and added
         self._known: dict[Key, set[Where]] = {}
         self._followed: set[Any] = set()
@@ -71,12 +73,13 @@ class BatchAxis:
         """Before a forward: follows inputs of a kind that has not been seen yet."""
         if self.axis is None or recorder.batch is None:
             return
+        self.square = any(one.shape[:2].count(recorder.batch) > 1 for one in tensors_in((args, kwargs)))
         kind = (kind_of((args, kwargs), self.axis, recorder.batch), root.training)
         if len(self._followed) >= MOST or (kind in self._followed and not self._missing):
             return
         from gradwire.moments.fake_forward import CannotFollow, follow  # it takes half a second to import
 
-        self.input = input_name(root, args, kwargs)
+        self.input = input_name(root, args, kwargs, self.axis)
         self._followed.add(kind if kind not in self._followed else (kind, len(self._followed)))
         self._missing = False
         try:
@@ -109,6 +112,13 @@ class BatchAxis:
         (where,) = longer or known
         return Where(None, doubt=POSITIONS) if embeds and where.doubt == NOWHERE else where
 
+    def chance(self, output: Tensor, samples: int | None) -> str | None:
+        """Why an axis that is as long as the batch cannot be believed; one sample is all that there is, any way."""
+        as_long = [size for size in output.shape[:-1] if size == samples]
+        if samples == 1 or not (self.square or len(as_long) > 1):
+            return None
+        return CHANCE
+
     def describe(self, samples: int | None) -> str:
         """For the report: how many samples the last pass had and where they were looked for."""
         if self.axis is None:
@@ -131,22 +141,24 @@ def kind_of(given: Any, axis: int, batch: int) -> Any:
         return tuple((key, kind_of(value, axis, batch)) for key, value in given.items())
     if isinstance(given, list | tuple):
         return tuple(kind_of(value, axis, batch) for value in given)
+    if is_dataclass(given) and not isinstance(given, type):
+        return kind_of(vars(given), axis, batch)
     return given if given is None or isinstance(given, bool | int | str) else type(given)
 
 
-def input_name(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
-    """The name of the first argument that holds a tensor."""
+def input_name(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int = 0) -> str | None:
+    """The name of the first argument that holds a tensor with such an axis."""
     for place, value in enumerate(args):
-        if first_tensor(value) is not None:
+        if first_tensor(value, axis) is not None:
             names = list(inspect.signature(type(inner_of(root)).forward).parameters)[1:]
             return names[place] if place < len(names) else None
-    return next((key for key, value in kwargs.items() if first_tensor(value) is not None), None)
+    return next((key for key, value in kwargs.items() if first_tensor(value, axis) is not None), None)
 
 
 def batch_size(given: Any, axis: int | None) -> int | None:
-    """The size of that axis of the first tensor among nested arguments; None where there is none."""
-    tensor = first_tensor(given)
-    return None if tensor is None or axis is None or tensor.ndim <= axis else tensor.shape[axis]
+    """The size of that axis of the first tensor that has it, among nested arguments; None where there is none."""
+    tensor = None if axis is None else first_tensor(given, axis)
+    return None if tensor is None or axis is None else tensor.shape[axis]
 
 
 def token_count(given: Any) -> int | None:
@@ -158,7 +170,7 @@ def token_count(given: Any) -> int | None:
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """All tensors among nested outputs."""
+    """All tensors among nested arguments or outputs."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, Mapping):
@@ -166,16 +178,10 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
     elif isinstance(given, list | tuple):
         for item in given:
             yield from tensors_in(item)
+    elif is_dataclass(given) and not isinstance(given, type):
+        yield from tensors_in(list(vars(given).values()))
 
 
-def first_tensor(given: Any) -> Tensor | None:
-    if isinstance(given, Tensor):
-        return given
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, list | tuple):
-        for item in given:
-            found = first_tensor(item)
-            if found is not None:
-                return found
-    return None
+def first_tensor(given: Any, axis: int = 0) -> Tensor | None:
+    """The first that has such an axis: a number is no batch."""
+    return next((one for one in tensors_in(given) if one.ndim > axis), None)

@@ -113,6 +113,6 @@ class Check:
                 self.mismatches += 1
                 raise Doubt(
                     f"its recorded uses explain all but {off / (size + spread):.0%} of its gradient: "
-                    "it is also used outside its module"
+                    "it is also used outside its module; a layer that shares it (head.weight = table.weight) is exact"
                 )
         self.verified = size > 0

@@ -49,6 +49,7 @@ def begin(clock: Tensor, key: int, batch: int, tokens: int) -> Tensor:
     if recorder is None:
         return clock.clone()
     recorder.batch_axis.give_up(COMPILED)
+    recorder.batch_axis.square = batch == tokens
     recorder.begin(None if batch == UNKNOWN else batch, None if tokens == UNKNOWN else tokens)
     return recorder.clock
 

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import logging
 import math
 import random
 import sys
-import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Key, Where, token_count
+from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Key, Where, tensors_in, token_count
 from gradwire.moments.broadcast import WATCHED
 from gradwire.moments.registry import inner_of
 from gradwire.moments.site import Pass
+from gradwire.moments.tap import ATTRIBUTE as TAP
 
 if TYPE_CHECKING:
     from gradwire.moments.recorder import Recorder
@@ -39,6 +42,9 @@ aten = torch.ops.aten
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Divisible by 8, for models that split a batch, and by a prime that hardly any layer's width is.
 UNUSUAL = tuple(8 * prime for prime in (37, 41, 43, 47, 53, 59, 61, 67))
+# How much is chosen by the data: few, for models that loop over it.
+DECIDED = (101, 103, 107, 109, 113, 127)
+KINDS: dict[type, type] = {torch.SymBool: bool, torch.SymInt: int, torch.SymFloat: float}
 Order = tuple[int, int] | None  # rows in front of and behind each sample's along a dim; None: they cannot be told
 Orders = dict[int, Order]  # by the size of the dim
 Axes = dict[int, int]
@@ -77,7 +83,7 @@ def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: M
         # a path that is drawn at random while training cannot be followed, the one without chance can
         for training in dict.fromkeys((root.training, False)):
             try:
-                found = with_positions(functools.partial(Forward, recorder, axis, root, given, axes, training))
+                found = whatever_the_data(functools.partial(Forward, recorder, axis, root, given, axes, training))
             except Exception as error:  # anything that a model may do to a tensor without values
                 why = why or f"{type(error).__name__}: {error}"
                 continue
@@ -93,7 +99,7 @@ def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: M
 
 def choices(given: Any, axis: int, batch: int | None) -> list[Axes]:
     """Along which axes of the inputs the samples may lie, the likeliest first; id of an input -> its axis."""
-    tensors = {id(one): one for one in pytree.tree_leaves(given) if isinstance(one, Tensor)}
+    tensors = {id(one): one for one in tensors_in(given)}
     found = {key: [each for each in (axis, 0) if as_long(one, each, batch)] for key, one in tensors.items()}
     along = {key: each[0] for key, each in found.items() if each}
     if not along:
@@ -104,12 +110,35 @@ def choices(given: Any, axis: int, batch: int | None) -> list[Axes]:
     square = [key for key in others if batch != 1 and tensors[key].shape[:2] == (batch, batch)]
     left_out = [square, *[[key] for key in square], [], *[[key] for key in others], others]
     made = [{key: at for key, at in each.items() if key not in out} for out in left_out for each in (along, masks)]
+    # a recurrent layer's state [layers, B, H] has samples second, where the sequences have them first
+    states = {key: 1 for key, one in tensors.items() if key not in along and as_long(one, 1, batch)}
+    made += [each | states for each in (along, masks)]
     return list({tuple(each.items()): each for each in made}.values())
 
 
-def with_positions(make: Callable[[frozenset[str]], Forward]) -> Found:
+def whatever_the_data(make: Callable[[int, frozenset[str]], Forward]) -> Found:
+    """As if all numbers that are read from the data were 1, and as if they were 0: a branch may go either way."""
+    notes: list[tuple[Key, Where]] = []
+    every: list[frozenset[str]] = []
+    failure: Exception | None = None
+    for number in (1, 0):
+        plain = make(number, frozenset())
+        try:
+            found, positions = with_positions(plain, functools.partial(make, number))
+            notes += found
+            every.append(positions)
+        except Exception as error:  # no such number may come
+            failure = failure or error
+        if not plain.rows.asked:
+            break
+    if not every:
+        assert failure is not None
+        raise failure
+    return notes, frozenset.intersection(*every)
+
+
+def with_positions(plain: Forward, make: Callable[[frozenset[str]], Forward]) -> Found:
     """Positions are given the batch where the model then puts out as much, and does nothing with them but add them."""
-    plain = make(frozenset())
     plain.run()
     shared = [frozenset(plain.shared), *[frozenset([name]) for name in sorted(plain.shared)]]
     for names in dict.fromkeys(shared) if plain.shared else ():
@@ -134,7 +163,8 @@ def as_long(one: Any, axis: int, batch: int | None) -> bool:
 class Forward:
     """One forward pass on fake tensors.
 
-    axes: of the samples, by the id of each input that has them; positions: embeddings whose ids are given the batch.
+    axes: of the samples, by the id of each input that has them; number: what is read from the data is taken for it;
+    positions: embeddings whose ids are given the batch.
     """
 
     def __init__(
@@ -145,11 +175,13 @@ class Forward:
         given: Any,
         axes: Axes,
         training: bool,
+        number: int,
         positions: frozenset[str],
     ) -> None:
         self.recorder, self.axis, self.root, self.given = recorder, axis, root, given
         self.axes, self.training, self.positions = axes, training, positions
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
+        self.rows = Rows(number)
         self.batch, self.samples = 0, recorder.batch or 0
         self.tokens: int | None = None
         self.found: list[tuple[Key, Where]] = []
@@ -157,22 +189,24 @@ class Forward:
         self.shared: set[str] = set()  # embeddings given ids that are the same for all samples
         self._labels: set[str] = set()  # and those given one for each
         self._fakes: dict[int, Tensor] = {}  # what is one tensor stays one
+        self._copies: dict[int, Any] = {}  # by the id of what they are copies of
 
     def run(self) -> None:
-        model, given = inner_of(self.root), self.given
-        held = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(given)]
-        sizes = {size for one in held if isinstance(one, Tensor) for size in one.shape}
-        self.batch = next((one for one in UNUSUAL if all(size % one for size in sizes if size)), UNUSUAL[0])
-        self.tokens = token_count(given) if self.axis == 0 else None
-        self.rows = Rows(self.batch)
+        model = inner_of(self.root)
+        held = [*model.parameters(), *model.buffers(), *tensors_in(self.given)]
+        sizes = {size for one in held for size in one.shape}
+        self.batch = self.rows.batch = unlike(sizes, UNUSUAL)
+        self.rows.decided = unlike(sizes, DECIDED)
+        self.tokens = token_count(self.given) if self.axis == 0 else None
         with quiet(), self.mode, self._listening():
-            args, kwargs = pytree.tree_map_only(Tensor, self._fake, given)
-            twin = self._stand_in(model, {})
+            with Faked(self._fake):
+                twin = self._stand_in(model)
+                args, kwargs = self._copied(self.given)
             if not self.training:
                 twin.eval()
             with self.rows:
                 output = twin(*args, **kwargs)
-        self.output = [numbers(one) for one in pytree.tree_leaves(output) if isinstance(one, Tensor)]
+        self.output = [numbers(one) for one in tensors_in(output)]
         self.shared -= self._labels
 
     @property
@@ -221,33 +255,46 @@ class Forward:
                 WATCHED[id(fake)] = WATCHED[id(tensor)]
         return self._fakes[id(tensor)]
 
-    def _stand_in(self, module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    def _stand_in(self, model: nn.Module) -> nn.Module:
         """A module of the same class, with parameters, buffers, attributes, tables and children of its own.
 
         What a forward leaves on its module, a batch norm's statistics or a cache, is left on this one.
         """
-        module = inner_of(module)
-        if id(module) in known:
-            return known[id(module)]
-        twin: nn.Module = object.__new__(type(module))
-        known[id(module)] = twin
-        for key, value in vars(module).items():
-            twin.__dict__[key] = copy.copy(value) if isinstance(value, dict | list | set) else value
-            if isinstance(value, Tensor):
-                twin.__dict__[key] = self._fake(value)
-            elif isinstance(value, types.MethodType) and value.__self__ is module:
-                twin.__dict__[key] = types.MethodType(value.__func__, twin)
-        twin.__dict__["_compiled_call_impl"] = None
-        for name in HOOKS:
-            table = twin.__dict__[name]
-            for key in [key for key, hook in table.items() if not is_of_torch(hook)]:
-                del table[key]
-        tables: tuple[dict[str, Any], ...] = (twin._parameters, twin._buffers)
-        for table in tables:
-            table.update({key: self._fake(one) for key, one in table.items() if one is not None})
-        for key, child in module._modules.items():
-            twin._modules[key] = None if child is None else self._stand_in(child, known)
-        return twin
+        modules = {id(module): inner_of(module) for module in model.modules()}
+        twins = {id(module): object.__new__(type(module)) for module in modules.values()}
+        taps = [vars(module)[TAP] for module in modules.values() if TAP in vars(module)]
+        self._copies = {key: twins[id(module)] for key, module in modules.items()}
+        self._copies |= {id(one): one for one in (*taps, self.recorder)}
+        self._copies |= {id(param): self._fake(param) for param in model.parameters()}
+        for module in {id(module): module for module in modules.values()}.values():
+            twin = twins[id(module)]
+            for key, value in vars(module).items():
+                twin.__dict__[key] = self._copied(value) if key not in HOOKS else without_users(value)
+            twin.__dict__["_compiled_call_impl"] = None
+        return twins[id(model)]
+
+    def _copied(self, value: Any) -> Any:
+        """All of it, tensors without values; what has no copy is shared."""
+        count = len(self._copies)
+        try:
+            return copy.deepcopy(value, self._copies)
+        except Exception:  # a lock, a file, a process group
+            while len(self._copies) > count:  # what is half made
+                self._copies.popitem()
+        if type(value) is dict:
+            return {key: self._copied(one) for key, one in value.items()}
+        return [self._copied(one) for one in value] if type(value) is list else value
+
+
+class Faked(TorchFunctionMode):
+    """Deep copies of tensors are fake ones."""
+
+    def __init__(self, fake: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.fake(args[0]) if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
 class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -258,13 +305,18 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     size; several batches one after another.
     """
 
-    def __init__(self, batch: int) -> None:
+    def __init__(self, number: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.batch = batch
+        self.number = number  # stands for what is read from the data
+        self.asked = False  # whether something was
+        self.batch, self.decided = UNUSUAL[0], DECIDED[0]
         self.misused = False  # positions were used for something else than to be added
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        if func is aten.equal.default:
+            self.asked = True
+            return bool(self.number)
+        made = pytree.tree_map(self._told, func(*args, **(kwargs or {})))
         outputs = [one for one in pytree.tree_leaves(made) if isinstance(one, Tensor)]
         if not outputs:  # such as the device of a tensor
             return made
@@ -274,6 +326,16 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 setattr(output, ATTRIBUTE, orders)
         if any(hasattr(one, POSITIONS) for one in given):
             self._trace(func, given, made)
+        return made
+
+    def _told(self, made: Any) -> Any:
+        """Something else in place of a number, or of a length, that is decided by the data."""
+        if isinstance(made, torch.SymBool | torch.SymInt | torch.SymFloat):
+            self.asked = True
+            return KINDS[type(made)](self.number)
+        if isinstance(made, Tensor) and len(numbers(made)) < made.ndim:
+            shape = [self.decided if isinstance(size, torch.SymInt) else size for size in made.shape]
+            return torch.empty(shape, dtype=made.dtype, device=made.device)
         return made
 
     def _trace(self, func: Any, given: Sequence[Tensor], made: Any) -> None:
@@ -287,7 +349,7 @@ class Rows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def where(self, tensor: Tensor) -> Where:
         """The axis of the samples."""
-        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        if any(isinstance(size, torch.SymInt) or (size and size % self.decided == 0) for size in tensor.shape):
             return Where(None, doubt=BY_DATA)
         axes = [axis for axis, size in enumerate(tensor.shape) if self._times(size)]
         if len(axes) != 1:
@@ -371,6 +433,16 @@ def is_of_torch(hook: Any) -> bool:
     return str(module).partition(".")[0] == "torch"
 
 
+def unlike(sizes: set[int], offered: Sequence[int]) -> int:
+    """One of which none of these sizes is a multiple."""
+    return next((one for one in offered if all(size % one for size in sizes if size)), offered[0])
+
+
+def without_users(table: dict[int, Any]) -> dict[int, Any]:
+    """A module's hooks but for the user's."""
+    return type(table)((key, hook) for key, hook in table.items() if is_of_torch(hook))
+
+
 def numbers(tensor: Tensor) -> list[int]:
     """The lengths of its dims but for those that are decided by the data, which must not be asked."""
     return [size for size in tensor.shape if not isinstance(size, torch.SymInt)]
@@ -378,9 +450,11 @@ def numbers(tensor: Tensor) -> list[int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Python's random numbers as before, warnings and torch's log of what it refuses held back."""
+    """Random numbers outside torch as before; warnings, prints and torch's log of what it refuses held back."""
     state, level = random.getstate(), logging.root.manager.disable
+    numpy_state = numpy.random.get_state()
     with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(_disable_current_modes())  # a user's counter of operations
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -392,3 +466,4 @@ def quiet() -> Iterator[None]:
         finally:
             logging.disable(level)
             random.setstate(state)
+            numpy.random.set_state(numpy_state)

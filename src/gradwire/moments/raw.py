@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradwire.moments.batch_axis import NOWHERE, Where
-from gradwire.moments.linear import linear
+from gradwire.moments.linear import linear, transposed_linear
 from gradwire.moments.normalization import by_feature
 from gradwire.moments.registry import Layer, Uses, layer_of, path_of
 from gradwire.moments.site import Site
@@ -35,11 +35,12 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+    "matmul": ("input", "weight"),  # x @ weight
 }
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 FUNCTION = (
     "{kind} gives it to torch's {name} together with samples, through which they are not followed; through F.linear, "
-    "F.layer_norm and sums and products they are, and with gradwire.per_sample(param, x)"
+    "x @ param, F.layer_norm and sums and products they are, and with gradwire.per_sample(param, x)"
 )
 
 DRAWN = "{kind} gives it to torch's {name}, which draws random numbers that cannot be drawn again"
@@ -121,7 +122,7 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     call.ordinal += 1
     part = f"{call.ordinal} {name}"
     if call.following is not None:
-        return followed(call, part, partial(func, *given[0], **given[1]), name, stands, others)
+        return followed(call, part, partial(func, *given[0], **given[1]), name, tensors)
     if name in ELEMENTWISE and len(stands) == len(others) == 1:
         shape = torch.broadcast_shapes(stands[0].actual.shape, others[0].shape)  # type: ignore[no-untyped-call]
         axis = call.place(part, len(shape)).axis
@@ -141,9 +142,7 @@ def handle(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 # ---- what a function does, judged where the batch has a size that nothing else has
 
 
-def followed(
-    call: Call, part: str, run: Callable[[], Any], name: str, stands: Sequence[Stand], others: Sequence[Tensor]
-) -> Any:
+def followed(call: Call, part: str, run: Callable[[], Any], name: str, tensors: Sequence[Tensor]) -> Any:
     """Notes where the samples lie in what comes out: nowhere, along an axis to be watched, or not to be followed."""
     with Drawing() as drawing:  # type: ignore[no-untyped-call]
         result = run()
@@ -153,7 +152,7 @@ def followed(
     kind, where = path_of(type(call.module)), call.following.rows.where(result)
     if drawing.drawn:
         where = Where(None, doubt=DRAWN.format(kind=kind, name=name))
-    elif not is_known(call, name, stands, others, where, result.shape):
+    elif not is_known(call, name, tensors, where, result.shape):
         where = Where(None, doubt=FUNCTION.format(kind=kind, name=name))
     call.following.found.append(((call.tap.name, part, result.ndim), where))
     return stand(call, result, result, {}) if where.doubt == NOWHERE else result
@@ -169,18 +168,19 @@ class Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def is_known(
-    call: Call, name: str, stands: Sequence[Stand], others: Sequence[Tensor], where: Where, shape: torch.Size
-) -> bool:
+def is_known(call: Call, name: str, tensors: Sequence[Tensor], where: Where, shape: torch.Size) -> bool:
     """Whether what this function does with its stands can be told sample by sample."""
     assert call.following is not None
-    met = [call.following.rows.where(other).doubt != NOWHERE for other in others]
+    rows, stands = call.following.rows, [one for one in tensors if type(one) is Stand]
+    met = [type(one) is not Stand and rows.where(one).doubt != NOWHERE for one in tensors]
     if where.doubt == NOWHERE:
         return not any(met) or name in CASTING
+    if name == "matmul" and stands[0].actual.ndim != 2:
+        return False
     if name in LAYERS or (name in CONVOLUTIONS and convolves(call.module)):
-        return met[:1] == [True] and not any(met[1:])
+        return met[0] and not any(met[1:])
     alone = len(stands) == 1 and where.axis is not None and spreads(stands[0].actual.shape, shape, where.axis)
-    return alone and (name in SPREADING or (name in ELEMENTWISE and met == [True]))
+    return alone and (name in SPREADING or (name in ELEMENTWISE and len(met) == 2 and any(met)))
 
 
 def spreads(shape: torch.Size, result: torch.Size, axis: int) -> bool:
@@ -261,7 +261,8 @@ def by_layer(name: str, args: Any, kwargs: Any, result: Tensor, call: Call, part
         formula: Any = partial(layer.formulas[""], call.module)
     else:
         named = dict(zip(LAYERS[name], args, strict=False)) | kwargs
-        formula = partial(linear, call.module) if name == "linear" else partial(normalized, name, named)
+        multiplies = {"linear": linear, "matmul": transposed_linear}.get(name)
+        formula = partial(multiplies, call.module) if multiplies else partial(normalized, name, named)
     stands = {local: value for local, value in named.items() if type(value) is Stand}
 
     def uses(gradient: Tensor, saved: tuple[Tensor, ...], site: Site) -> Uses:

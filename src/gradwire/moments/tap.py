@@ -79,10 +79,12 @@ class Tap:
     def locate(self, site: Site, part: str, output: Tensor) -> None:
         """Tells a call where its samples lie: as the caller named it, as it was followed, or else where they fit."""
         found = None if self.named else self.recorder.batch_axis.find(self.name, part, output.ndim, self.embeds)
+        own = None if self.layer is None else self.layer.own_axis
         if found is None:
             site.doubt = site.doubt or self.mismatch
+            if not self.named and own is None:
+                site.doubt = site.doubt or self.recorder.batch_axis.chance(output, site.samples)
             return
-        own = None if self.layer is None else self.layer.own_axis
         site.doubt = site.doubt or found.doubt
         if found.doubt is None and own is not None and found.axis != own:
             site.doubt = site.doubt or f"its samples lie along axis {found.axis}, and it computes along axis {own}"
