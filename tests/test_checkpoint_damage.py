@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import gradwire
 import scenes
-from gradwire import VGC, Dense, manifest
+from gradwire import VGC, Dense, manifest, sharded
 from gradwire.errors import CheckpointError
 
 
@@ -117,9 +119,12 @@ def hostile(directory, case):
     metadata = pickle.loads((directory / ".metadata").read_bytes())
     key = next(k for k in metadata.state_dict_metadata if k.endswith("0.weight/residual"))
     if case == "huge":
-        metadata.state_dict_metadata[key].size = torch.Size([1 << 50])
+        entry = metadata.state_dict_metadata[key]
+        entry.size = entry.chunks[0].sizes = torch.Size([1 << 50])
     elif case == "size":
         metadata.state_dict_metadata[key].size = "abc"
+    elif case == "no chunks":
+        metadata.state_dict_metadata[key].chunks = []
     elif case == "path":
         for info in metadata.storage_data.values():
             info.relative_path = f"../{directory.name}/{info.relative_path}"
@@ -127,11 +132,45 @@ def hostile(directory, case):
     manifest.seal(directory)
 
 
-@pytest.mark.parametrize(("case", "text"), [("huge", "too large"), ("size", "damaged"), ("path", "outside of it")])
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("huge", "too large"), ("size", "only parts"), ("no chunks", "only parts"), ("path", "outside of it")],
+)
 def test_a_hostile_index_is_refused(spawn, tmp_path, case, text):
     spawn(2, scenes.train_and_save, tmp_path / "wire", 3)
     hostile(tmp_path / "wire", case)
     assert all(text in message for message in spawn(2, load_from, tmp_path / "wire"))
+
+
+def save_with_head(directory, changes):
+    """A checkpoint whose every digest is right, and whose head says something else."""
+
+    def changed(wire):
+        state = sharded_state(wire)
+        head = {**json.loads(bytes(state[sharded.HEAD].tolist())), **changes}
+        return {**state, sharded.HEAD: torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8)}
+
+    sharded_state, sharded.sharded_state = sharded.sharded_state, changed
+    try:
+        scenes.train_and_save(directory, 3)
+    finally:
+        sharded.sharded_state = sharded_state
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"world_size": 1 << 40}, "out of range"),
+        ({"world_size": 1 << 20}, "it is not whole"),
+        ({"fields": {"0.weight": 5}}, "damaged"),
+        ({"powers": {"residual": 1}}, "variance"),
+    ],
+)
+def test_a_hostile_head_is_refused(spawn, tmp_path, changes, text):
+    """No work follows a number in it, and every rank hears of it, also where states of several ranks are joined."""
+    spawn(2, save_with_head, tmp_path / "wire", changes)
+    for workers in (2, 3):
+        assert all(text in message for message in spawn(workers, load_from, tmp_path / "wire"))
 
 
 FLIPS = 120
@@ -180,6 +219,13 @@ def test_no_flipped_bit_of_any_file_is_loaded(spawn, tmp_path):
         assert "another rank" in ours or name in ours
 
 
+def list_too(folder, name):
+    """One more file in the manifest, a real one outside of the folder."""
+    (folder.parent / "there").write_text("")
+    files = manifest.read(folder)["files"]
+    manifest.write(folder, {**files, name: manifest.entry(folder / name)})
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -187,6 +233,9 @@ def test_no_flipped_bit_of_any_file_is_loaded(spawn, tmp_path):
         (lambda folder: (folder / ".metadata").unlink(), "no checkpoint"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.seal"),
         (lambda folder: (folder / "more").write_text(""), "more is no part of it"),
+        (lambda folder: Path(os.fsdecode(bytes(folder) + b"/\xff")).write_text(""), "is no part of it"),
+        (lambda folder: list_too(folder, "../there"), "../there is missing"),
+        (lambda folder: list_too(folder, "/etc/passwd"), "/etc/passwd is missing"),
         (lambda folder: (folder / "manifest.json").write_bytes(b"\xff\xfe"), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged (no JSON"),
         (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gradwire.link import Link
 
 FORMAT = 1
+MOST_WORKERS = 1 << 20  # in a file: no work follows a larger number in it
 HEAD: dict[str, type] = {
     "format": int,
     "compressor": str,
@@ -145,7 +146,7 @@ def check(state: Any) -> None:
             raise CheckpointError(f"damaged gradwire state: {key} is {type(state[key]).__name__}, not {kind.__name__}")
     if state["format"] != FORMAT:
         raise CheckpointError(f"gradwire state of format {state['format']}, this version reads {FORMAT}")
-    if not 0 <= state["rank"] < state["world_size"] or state["step"] < 0 or state["since_dense"] < 0:
+    if not 0 <= state["rank"] < state["world_size"] <= MOST_WORKERS or state["step"] < 0 or state["since_dense"] < 0:
         raise CheckpointError("damaged gradwire state: rank, world size or step out of range")
     step_ns = state.get("step_ns", 0)  # of a rate's budget alone
     if type(step_ns) is not int or not 0 <= step_ns < 1 << 63:

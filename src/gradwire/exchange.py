@@ -180,4 +180,5 @@ def agree(group: dist.ProcessGroup, facts: Mapping[str, str], device: torch.devi
 
 def _digest(key: str, value: str) -> bytes:
     """32 bytes that tell two values apart and the beginning of the value, to show."""
-    return hashlib.sha256(f"{key}\n{value}".encode()).digest() + value.encode()[:TEXT].ljust(TEXT, b"\0")
+    text = value.encode(errors="backslashreplace")  # a file's name in an error may be no UTF-8
+    return hashlib.sha256(key.encode() + b"\n" + text).digest() + text[:TEXT].ljust(TEXT, b"\0")

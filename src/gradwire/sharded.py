@@ -192,10 +192,7 @@ def load(wire: Wire, directory: str | os.PathLike[str], strict: bool = False) ->
     rank, new = dist.get_rank(link.group), link.world_size
     head, wanted = _prepared(link, lambda: _plan(reader, raw, metadata, link, rank))
     _read(reader, wanted, link.group)
-    states = [_state(head, source, wanted) for source in range(rank, head["world_size"], new)]
-    if head["world_size"] != new:
-        states = [checkpoint.joined(_state(head, 0, wanted), states, rank, new)]
-    wire.load_state_dict(states[0], strict=strict)
+    wire.load_state_dict(_prepared(link, lambda: _ours(head, wanted, rank, new)), strict=strict)
 
 
 T = TypeVar("T")
@@ -235,17 +232,14 @@ def _plan(
     checkpoint.check({**head, "rank": 0, "parameters": {}})
     # rank 0 gives the shapes to a new rank that starts from zero
     sources = {*range(rank, head["world_size"], link.world_size), 0}
-    keys = [
-        _key(source, name, field) for source in sources for name, fields in head["fields"].items() for field in fields
-    ]
     largest = max((parameter.numel() for parameter in link.parameters.values()), default=0)
     wanted = {}
-    for key in keys:
+    for key in (_key(source, name, field) for source in sources for name, fs in head["fields"].items() for field in fs):
         size = _shape(metadata, key)
         if size.numel() > 4 * largest:  # a layer may have shrunk; no allocation follows a stranger's number
             raise CheckpointError(f"the checkpoint's {key} has the shape {tuple(size)}: too large for this model")
         wanted[key] = torch.empty(size, dtype=torch.float32)
-    reader.verify(metadata, keys)
+    reader.verify(metadata, wanted)
     return head, wanted
 
 
@@ -257,6 +251,8 @@ def _shape(metadata: Metadata, key: str) -> torch.Size:
     entry: Any = metadata.state_dict_metadata.get(key)
     if entry is None:
         raise CheckpointError(f"the checkpoint has no {key}: it is not whole")
+    if [chunk.sizes for chunk in entry.chunks] != [entry.size]:  # what no chunk covers would be whatever memory holds
+        raise CheckpointError(f"the checkpoint has only parts of {key}: it is not whole")
     return torch.Size(entry.size)
 
 
@@ -265,6 +261,14 @@ def _read(reader: _Reader, wanted: dict[str, Tensor], group: dist.ProcessGroup) 
         state_dict_loader.load(wanted, storage_reader=reader, process_group=group)
     except (Exception, CheckpointException) as error:  # torch's own derives from BaseException
         raise CheckpointError(f"the checkpoint in {reader.path} cannot be read: {error}") from error
+
+
+def _ours(head: dict[str, Any], tensors: dict[str, Tensor], rank: int, world_size: int) -> dict[str, Any]:
+    """This rank's state, out of as many old ranks' as go on in it."""
+    states = [_state(head, source, tensors) for source in range(rank, head["world_size"], world_size)]
+    if head["world_size"] == world_size:
+        return states[0]
+    return checkpoint.joined(_state(head, 0, tensors), states, rank, world_size)
 
 
 def _state(head: dict[str, Any], rank: int, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,16 @@ def test_a_lost_pointer_is_no_empty_folder(run: Path) -> None:
     (run / "checkpoint" / "latest").unlink()
     damage_and_expect(run, r"latest is missing, though epoch-00001-step-00000022 was saved")
     assert checkpoint_path(run, 1, 22).exists()
+    assert inspect(run, IDENTITY, resume=False, overwrite=True) is None
+
+
+def test_a_lost_checkpoint_is_no_beginning(run: Path) -> None:
+    """A folder on another disk, which is not there today: what was measured stays."""
+    (run / "metrics.csv").write_text("epoch\n1\n")
+    shutil.rmtree(run / "checkpoint")
+    damage_and_expect(run, r"checkpoint is empty, though metrics\.csv came with a checkpoint")
+    (run / "checkpoint").symlink_to(run / "elsewhere")
+    damage_and_expect(run, "is empty")
     assert inspect(run, IDENTITY, resume=False, overwrite=True) is None
 
 

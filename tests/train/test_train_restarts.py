@@ -106,11 +106,12 @@ if os.environ.get("RANK") == "1":
 
 
 def test_the_example_outlives_a_worker(tmp_path: Path) -> None:
-    """A script of a user's own, as docs/restarts.md has it."""
+    """A script of a user's own, as docs/restarts.md has it; the worker is killed while it saves."""
     told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
     def ready() -> bool:
-        return any(path.name >= "step-000100" for path in (tmp_path / "killed").glob("step-*"))
+        folder = tmp_path / "killed"
+        return (folder / "unfinished").exists() and any(path.name >= "step-000100" for path in folder.glob("step-*"))
 
     said = run_and_kill_a_worker([*TORCHRUN, str(EXAMPLE), str(tmp_path / "killed")], ready, **told)
     assert "attempt 0 begins after step 0" in said

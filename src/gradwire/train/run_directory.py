@@ -26,7 +26,7 @@ from gradwire.files import open_own, write_atomic
 from gradwire.train.errors import DamagedRunError, InputError
 
 IDENTITY, LATEST, LOCK = "run.json", "latest", ".lock"
-RESULTS = ("metrics.csv", "summary.json")
+METRICS, SUMMARY = "metrics.csv", "summary.json"
 NAME = re.compile(r"epoch-\d{5,}-step-\d{8,}")  # of a checkpoint
 REMEDY = "Choose another --out, or start anew with --overwrite"
 
@@ -110,6 +110,8 @@ def find_latest(out: Path) -> Checkpoint | None:
                 f"{pointer} is missing, though {', '.join(saved)} was saved: write the name of the newest that is "
                 f"whole into it (`echo {saved[-1]} > {pointer}`). {REMEDY}"
             )
+        if (out / METRICS).exists():
+            raise DamagedRunError(f"{pointer.parent} is empty, though {METRICS} came with a checkpoint. {REMEDY}")
         return None
     try:
         name = pointer.read_text(encoding="utf-8").strip()
@@ -134,9 +136,9 @@ def find_latest(out: Path) -> Checkpoint | None:
 def begin(out: Path, identity: dict[str, Any], checkpoint: Checkpoint | None) -> None:
     """Rank 0, with the lock held: make `out` the folder of this run and clear away what a crash left behind."""
     if checkpoint is None:
-        shutil.rmtree(out / "checkpoint", ignore_errors=True)
-        for name in RESULTS:
+        for name in (METRICS, SUMMARY):
             (out / name).unlink(missing_ok=True)
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
         write_atomic(out / IDENTITY, json.dumps(identity, indent=2) + "\n")
     (out / "checkpoint").mkdir(exist_ok=True)
     for leftover in (out / "checkpoint").glob("epoch-*"):

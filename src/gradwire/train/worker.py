@@ -56,10 +56,10 @@ def keep(trainer: Trainer) -> None:
 def write_results(trainer: Trainer) -> None:
     """metrics.csv and summary.json."""
     plan, standing, team = trainer.plan, trainer.standing, trainer.team
-    metrics.write_csv(plan.out / "metrics.csv", standing.rows, plan.task.scores)
+    metrics.write_csv(plan.out / run_directory.METRICS, standing.rows, plan.task.scores)
     total = standing.total + standing.traffic
     summary = metrics.summarise(plan, trainer.parameters, str(team.device), standing.rows, total)
-    metrics.write_summary(plan.out / "summary.json", summary)
+    metrics.write_summary(plan.out / run_directory.SUMMARY, summary)
 
 
 def die_with_launcher() -> None:
