@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Key, Where, token_count
 from gradwire.moments.broadcast import WATCHED
-from gradwire.moments.registry import inner_of
+from gradwire.moments.registry import inner_of, path_of
 from gradwire.moments.site import Pass
 
 if TYPE_CHECKING:
@@ -78,6 +78,8 @@ def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: M
         for training in dict.fromkeys((root.training, False)):
             try:
                 found = with_positions(functools.partial(Forward, recorder, axis, root, given, axes, training))
+            except CannotFollow:
+                raise
             except Exception as error:  # anything that a model may do to a tensor without values
                 why = why or f"{type(error).__name__}: {error}"
                 continue
@@ -237,6 +239,10 @@ class Forward:
                 twin.__dict__[key] = self._fake(value)
             elif isinstance(value, types.MethodType) and value.__self__ is module:
                 twin.__dict__[key] = types.MethodType(value.__func__, twin)
+            elif key == "forward":
+                # it knows the module, not its stand-in: Lightning's runs the training step and puts the real one back
+                where = getattr(value, "__module__", type(value).__module__)
+                raise CannotFollow(f"the forward of {path_of(type(module))} was replaced by a function of {where}")
         twin.__dict__["_compiled_call_impl"] = None
         for name in HOOKS:
             table = twin.__dict__[name]
