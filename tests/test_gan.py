@@ -23,7 +23,7 @@ def gan(remedy):
         noise = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         d_optimizer.zero_grad()
         fake = generator(noise)
-        # one backward for both halves: two forward passes, two sets of samples
+        # one backward for both halves: two forward passes, whose samples are taken for pairs
         loss = nn.functional.cross_entropy(discriminator(x), y) + discriminator(fake.detach()).square().mean()
         loss.backward()
         d_optimizer.step()

@@ -251,7 +251,7 @@ def shared_trunk():
     # "give one of the two a method without second moments"
     gradwire.attach(other, TopK()).detach()
     list(scenes.train(other, range(1), scenes.sgd(other)))
-    # "wire.detach() that one and train it one step more"
+    # "wire.detach() it and train it one step more"
     wire.detach()
     list(scenes.train(first, range(2, 3), scenes.sgd(first)))
     again = gradwire.attach(other, VGC(alpha=1.0))
@@ -263,6 +263,30 @@ def test_a_trunk_of_two_models_at_once(spawn):
     assert one == other
     assert "'trunk.0' (Linear)" in message
     assert one[1] == 3
+
+
+def layers_in_a_new_net():
+    """A cell that makes the net too, of layers that another cell has: the model of the run before is gone."""
+    layers = list(scenes.net())
+    prints = []
+    for run in range(3):
+        model = scenes.ddp(nn.Sequential(*layers))
+        wire = gradwire.attach(model, STRICT)
+        prints += scenes.train(model, range(2 * run, 2 * run + 2), scenes.sgd(model))
+    newer = scenes.ddp(nn.Sequential(*layers))
+    with pytest.raises(AttachError, match="del it if nothing trains it any more"):
+        gradwire.attach(newer, STRICT)
+    del model
+    again = gradwire.attach(newer, STRICT)
+    prints += scenes.train(newer, range(6, 8), scenes.sgd(newer))
+    return prints, wire.steps, again.steps, {row.kind for row in again.coverage()}
+
+
+def test_layers_in_a_new_net_start_anew_where_the_older_model_is_gone(spawn):
+    one, other = spawn(2, layers_in_a_new_net)
+    assert one == other
+    assert len(set(one[0])) == 8
+    assert one[1:] == (2, 2, {"exact"})
 
 
 def saved_whole():

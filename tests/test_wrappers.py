@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import warnings
 
@@ -149,6 +151,49 @@ def test_fabrics_wrapper_trains_with_what_it_calls_attached(spawn):
         assert prints == expected
         assert steps == 4
         assert is_ddp
+
+
+class Redirected(nn.Module):
+    """As Lightning trains: the wrapper's forward comes out at training_step, and puts the real forward back."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = scenes.net()
+
+    def training_step(self, x):
+        return self.net(x)
+
+    def forward(self, x):
+        raise AssertionError("Lightning calls the step, and nobody called forward there")
+
+
+def redirected(model, x):
+    inner = model.module
+    original = inner.forward
+
+    def step(*args):
+        inner.forward = original
+        return inner.training_step(*args)
+
+    inner.forward = step
+    return model(x)
+
+
+def by_redirection():
+    model = scenes.ddp(Redirected())
+    wire = gradwire.attach(model, VGC(alpha=1.0))
+    prints = list(scenes.train(model, range(4), scenes.sgd(model), redirected))
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        rows = wire.coverage()
+    return prints, {row.kind for row in rows}, shown.getvalue()
+
+
+def test_lightnings_redirected_forward_is_called_once_a_step(spawn):
+    straight = spawn(2, scenes.run, VGC(alpha=1.0), 4)
+    for (prints, kinds, shown), expected in zip(spawn(2, by_redirection), straight, strict=True):
+        assert prints == expected
+        assert kinds == {"exact"}
+        assert "Redirected was replaced by a function of test_wrappers" in shown
 
 
 def autocast():

@@ -14,6 +14,7 @@ import logging
 import math
 import random
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
@@ -30,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Key, Where, tensors_in, token_count
 from gradwire.moments.broadcast import WATCHED
-from gradwire.moments.registry import inner_of
+from gradwire.moments.registry import inner_of, path_of
 from gradwire.moments.site import Pass
 from gradwire.moments.tap import ATTRIBUTE as TAP
 
@@ -84,6 +85,8 @@ def follow(recorder: Recorder, root: nn.Module, args: tuple[Any, ...], kwargs: M
         for training in dict.fromkeys((root.training, False)):
             try:
                 found = whatever_the_data(functools.partial(Forward, recorder, axis, root, given, axes, training))
+            except CannotFollow:
+                raise
             except Exception as error:  # anything that a model may do to a tensor without values
                 why = why or f"{type(error).__name__}: {error}"
                 continue
@@ -268,6 +271,10 @@ class Forward:
         self._copies |= {id(param): self._fake(param) for param in model.parameters()}
         for module in {id(module): module for module in modules.values()}.values():
             twin = twins[id(module)]
+            if not isinstance(forward := vars(module).get("forward"), types.MethodType | None):
+                # it knows the module, not its stand-in: Lightning's runs the training step and puts the real one back
+                where = getattr(forward, "__module__", type(forward).__module__)
+                raise CannotFollow(f"the forward of {path_of(type(module))} was replaced by a function of {where}")
             for key, value in vars(module).items():
                 twin.__dict__[key] = self._copied(value) if key not in HOOKS else without_users(value)
             twin.__dict__["_compiled_call_impl"] = None

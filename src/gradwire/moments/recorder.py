@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -69,6 +70,7 @@ class Recorder:
         modules = {name: module for name, module, _ in inventory.modules_of(root)}
         check_batch_dim(batch_dim, modules)
         self._refuse_second(modules)
+        self.root = weakref.ref(root)  # whose hooks hold this recorder
         self.batch_dim, self.estimator, self.exact, self.strict = batch_dim, estimator, exact, strict
         self.same_samples = same_samples  # of passes in one backward with as many of them
         self.root_axis = root_axis_of(batch_dim, root)
@@ -109,11 +111,13 @@ class Recorder:
     def _refuse_second(modules: Mapping[str, nn.Module]) -> None:
         for name, module in modules.items():
             tap = module.__dict__.get(ATTRIBUTE)
+            if tap and tap.live and tap.recorder.root() is None:
+                tap.recorder.remove()  # of a model that is gone: a notebook's cell puts the same layers into a new net
             if tap and tap.live:
                 raise AttachError(
                     f"{name!r} ({type(module).__name__}) is being recorded already, for another model that shares it: "
-                    "wire.detach() that one and train it one step more, or give one of the two a method without second "
-                    "moments, such as gradwire.TopK()"
+                    "del it if nothing trains it any more; wire.detach() it and train it one step more; or give one of "
+                    "the two a method without second moments, such as gradwire.TopK()"
                 )
 
     def _open_ledgers(self, root: nn.Module, names: Mapping[str, nn.Parameter]) -> None:
