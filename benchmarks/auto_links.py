@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from statistics import mean
 from typing import Any
 
-from gradwire.lab import Lab, missing
-from gradwire.lab.commands import Hosts as Machines
-from gradwire.lab.commands import environment
+from gradwire.tools.lab import Lab, missing
+from gradwire.tools.lab.commands import Hosts as Machines
+from gradwire.tools.lab.commands import environment
 
 Row = dict[str, Any]
 HOSTS, BATCH = 4, 32

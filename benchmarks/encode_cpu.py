@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.compressors import Context
-from gradwire.compressors.vgc import VGC
-from gradwire.kernels import CHUNK, cpu, reference
+from gradwire.codec import CHUNK, reference
+from gradwire.codec.cpu import kernels as cpu
 from gradwire.layout import Layout
+from gradwire.methods import Context
+from gradwire.methods.vgc import VGC
 
 N = 1 << 24
 LAYOUT = Layout.of([(f"tensor{i}", (N // 16,)) for i in range(16)])

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.capacity import padded
-from gradwire.kernels.interface import CHUNK, Rule, Selection
+from gradwire.codec.interface import CHUNK, Rule, Selection
+from gradwire.exchange.room import padded
 from gradwire.layout import Layout
 
 N_ELEMENTS = 1 << 28
@@ -110,8 +110,8 @@ def encode_ms(case: Case, run: Callable[[Tensor, Tensor], object]) -> float:
 
 
 def encode_measurements() -> Iterator[Measurement]:
-    from gradwire.kernels import gpu
-    from gradwire.wire.compact import Blocks
+    from gradwire.codec.compact import Blocks
+    from gradwire.codec.gpu import kernels as gpu
 
     for n_tensors in (1, 64):
         layout = layout_of(n_tensors, N_ELEMENTS)
@@ -136,8 +136,8 @@ def encode_measurements() -> Iterator[Measurement]:
 
 
 def decode_measurements() -> Iterator[Measurement]:
-    from gradwire.kernels import gpu
-    from gradwire.wire.compact import Blocks
+    from gradwire.codec.compact import Blocks
+    from gradwire.codec.gpu import kernels as gpu
 
     layout = layout_of(64, N_ELEMENTS)
     capacity = Case.make(layout, DECODE_RATIO, gpu.encode).capacity

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.train.digits import open_digits
+from gradwire.tools.train.digits import open_digits
 
 WIDTH = 1024
 INPUTS = 512  # mixed from the 64 pixels

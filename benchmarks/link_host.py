@@ -21,14 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from benchmarks.models import cifar_vgg
-from gradwire.compressors import from_spec, to_spec
+from gradwire.exchange.counting import PHASES
+from gradwire.methods import from_spec, to_spec
 from gradwire.plan.model import predict
 from gradwire.plan.probe import probe
-from gradwire.plan.rehearsal import Rehearsal
-from gradwire.race.methods import ONE_BUCKET, parse
-from gradwire.stats import PHASES
-from gradwire.train.task import Schedule
-from gradwire.train.team import Team
+from gradwire.tools.plan.rehearsal import Rehearsal
+from gradwire.tools.race.methods import ONE_BUCKET, parse
+from gradwire.tools.train.task import Schedule
+from gradwire.tools.train.team import Team
 
 FEWEST, MOST = 6, 60  # steps that are timed, and about so many seconds of them
 TIMED_S = 3.0

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 from benchmarks.auto_links import Hosts, Row
-from gradwire.lab.loopback import Loopback
+from gradwire.tools.lab.loopback import Loopback
 
 ROUNDS, BATCH = 2050, 256  # medians of 400 steps are a percent apart, of the same thing
 

@@ -24,8 +24,8 @@ from benchmarks import twins
 from benchmarks.given import LEARNING_RATE, N_PARAMETERS, Computed, Given, Sample, Scene, scene
 from benchmarks.ranks import on_ranks
 from benchmarks.twins import Tally, Twin
-from gradwire.compressors import METHODS, from_spec
-from gradwire.train import catalogue
+from gradwire.methods import METHODS, from_spec
+from gradwire.tools.train import catalogue
 
 Row = dict[str, Any]
 WORLD = 2

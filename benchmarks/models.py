@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.train.cifar10 import make_network as cifar_vgg
+from gradwire.tools.train.cifar10 import make_network as cifar_vgg
 
 __all__ = ["GPT", "ResNet50", "cifar_vgg"]
 

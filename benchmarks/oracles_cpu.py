@@ -17,9 +17,9 @@ from benchmarks.given import Given, scene
 from benchmarks.methods_cpu import WORLD, Contender, ours, theirs
 from benchmarks.ranks import on_ranks
 from benchmarks.twins import Step, Twin
-from gradwire.compressors import from_spec
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods import from_spec
 
 Row = dict[str, Any]
 STEPS = 8

@@ -21,11 +21,11 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.twins import folder_of, use
-from gradwire.lab import missing
-from gradwire.race import contest, runner
-from gradwire.race.contest import Run
-from gradwire.race.files import REACHED, Files
-from gradwire.race.tables import Figures
+from gradwire.tools.lab import missing
+from gradwire.tools.race import contest, runner
+from gradwire.tools.race.contest import Run
+from gradwire.tools.race.files import REACHED, Files
+from gradwire.tools.race.tables import Figures
 
 Row = dict[str, Any]
 HOSTS, TARGET, SEEDS = 4, 0.97, (10, 11, 12, 13, 14)

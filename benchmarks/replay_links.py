@@ -11,11 +11,11 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks.race_links import HOSTS, UNLIMITED, Quiet
-from gradwire.lab import missing
-from gradwire.race import contest, runner
-from gradwire.race.files import Files
-from gradwire.race.replay import Setting, cases, replay
-from gradwire.race.trace import Sample, Trace, load, thin
+from gradwire.tools.lab import missing
+from gradwire.tools.race import contest, runner
+from gradwire.tools.race.files import Files
+from gradwire.tools.race.replay import Setting, cases, replay
+from gradwire.tools.race.trace import Sample, Trace, load, thin
 
 Row = dict[str, Any]
 CHECKED = {"vgc:alpha=1.5": "10", "bf16": "20"}  # method and rate: the link is the larger part of a step

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import gradwire
 from benchmarks.models import cifar_vgg
-from gradwire.compressors import from_spec
+from gradwire.methods import from_spec
 
 Row = dict[str, Any]
 WORKERS, BATCH = 8, 64

@@ -137,7 +137,7 @@ class Tally:
     _kept: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def __enter__(self) -> Tally:
-        from gradwire import exchange
+        from gradwire.exchange import courier as exchange
 
         places = [(dist, name, number) for name, number in (("all_reduce", 0), ("all_gather", 1), ("broadcast", 0))]
         for owner, name, number in [*places, (exchange, "begin_gather", 1)]:

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from gradwire.capacity import padded
-from gradwire.kernels import Rule, reference
+from gradwire.codec import Rule, compact, reference
+from gradwire.codec.compact import Blocks
+from gradwire.exchange.room import padded
 from gradwire.layout import Layout
-from gradwire.train.digits import open_digits
-from gradwire.wire import compact
-from gradwire.wire.compact import Blocks
+from gradwire.tools.train.digits import open_digits
 
 BATCH = 16
 BAR = 1.10  # of Shannon's bound
@@ -169,7 +168,7 @@ def speed_row(what: str, call: Callable[[], object], n: int) -> Row:
 
 
 def speed_rows() -> Iterator[Row]:
-    from gradwire.wire import compact_cpu
+    from gradwire.codec.cpu import compact as compact_cpu
 
     for ratio, numel in ((10, 1 << 24), (1000, 1 << 28)):
         sent = scattered([(numel,)], ratio)

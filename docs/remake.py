@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from gradwire.train.demo import Record, table
+from gradwire.tools.train.demo import Record, table
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"

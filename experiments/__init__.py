@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from gradwire.experiment import results, spec
-from gradwire.experiment.grid import Run
+from gradwire.tools.experiment import results, spec
+from gradwire.tools.experiment.grid import Run
 
 FOLDER = Path(__file__).parent
 Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate

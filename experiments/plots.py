@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from experiments import History, Results, Score, Setting, Study, variant
-from gradwire.experiment.results import Table
-from gradwire.experiment.spec import Experiment
-from gradwire.train.cifar10 import make_network
-from gradwire.train.text import Text
+from gradwire.tools.experiment.results import Table
+from gradwire.tools.experiment.spec import Experiment
+from gradwire.tools.train.cifar10 import make_network
+from gradwire.tools.train.text import Text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

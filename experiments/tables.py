@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from experiments import Results, Runs, Setting, Study, settings, variant
-from gradwire.train import tasks
+from gradwire.tools.train import tasks
 
 SAME = 1.05  # bytes that are called equal
 ENOUGH = 100  # the ratio of the target

@@ -19,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LOG = ROOT / "benchmarks" / "results" / "gpu-tests.log"
 # Everything under src/ can meet a GPU but the commands, shaped links and machine code for the CPU.
-NO_GPU = re.compile(r"gradwire/(cli|lab|race)/|/compiled_(?!layers)|_cpu|/cpu\.py")
+NO_GPU = re.compile(r"gradwire/tools/(cli|lab|race)/|/cpu/|_cpu|/cpu\.py")
 REASON = 160  # letters of what is wrong with a test
 
 

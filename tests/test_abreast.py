@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gradwire import VGC, Strom
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
 
 LAYOUT = Layout.of([("a", (37, 29)), ("b", (5,)), ("empty", (0, 4)), ("c", (64, 33)), ("d", (1,))])
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks import methods_cpu, oracles_cpu, twins
 from benchmarks.given import N_PARAMETERS, Computed, Given, Sample, Scene, mlp
-from gradwire.compressors import METHODS, from_spec
+from gradwire.methods import METHODS, from_spec
 
 
 def test_the_model_has_the_parameters_it_says():

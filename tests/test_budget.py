@@ -14,9 +14,9 @@ import gradwire
 import scenes
 from budgeted import BUDGET, counted, wide
 from gradwire import VGC, Dense
-from gradwire.capacity import DECADES, EACH, Capacity, above, density_at, most_buckets
-from gradwire.compressors.base import Context
+from gradwire.exchange.room import DECADES, EACH, Capacity, above, density_at, most_buckets
 from gradwire.layout import Layout
+from gradwire.methods.base import Context
 from test_checkpoint import interrupted, straight
 
 

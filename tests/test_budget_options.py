@@ -8,10 +8,10 @@ import gradwire
 import scenes
 from budgeted import wide
 from gradwire import VGC, from_spec
-from gradwire.budget import bytes_a_second
-from gradwire.compressors import to_spec
 from gradwire.errors import AttachError
-from gradwire.train.settings import make_compressor
+from gradwire.methods import to_spec
+from gradwire.methods.rate import bytes_a_second
+from gradwire.tools.train.settings import make_compressor
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from torch import nn
 import gradwire
 import scenes
 from budgeted import counted, wide
-from gradwire import VGC, budget
-from gradwire.budget import bytes_a_second
+from gradwire import VGC
 from gradwire.errors import CheckpointError
+from gradwire.exchange import budget
+from gradwire.methods.rate import bytes_a_second
 
 pytestmark = pytest.mark.alone
 

@@ -14,8 +14,8 @@ import scenes
 from budgeted import BUDGET, counted, wide
 from gradwire import VGC
 from gradwire.errors import AttachError
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
 
 
 def loss(module: nn.Module, x: Tensor, y: Tensor) -> Tensor:

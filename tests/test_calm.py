@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from gradwire.calm import calm
+from gradwire.compile.capture_guard import calm
 
 
 class Knot:

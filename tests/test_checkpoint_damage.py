@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 import gradwire
 import scenes
-from gradwire import VGC, Dense, manifest, sharded
+from gradwire import VGC, Dense
 from gradwire.errors import CheckpointError
+from gradwire.state import distributed_checkpoint as sharded
+from gradwire.state import manifest
 
 
 def refused(case):

@@ -83,8 +83,8 @@ def test_fp16_with_a_scaler_that_comes_down(workers):
 
 def same_decisions():
     """The reference kernels on the GPU and on the CPU: same elements, same bytes, same state."""
-    from gradwire.compressors import Context
     from gradwire.layout import Layout
+    from gradwire.methods import Context
 
     layout = Layout.of([("a", (1000, 33)), ("b", (1,)), ("c", (4097,))])
     capacity = tuple(max(1, slot.numel // 3) for slot in layout)

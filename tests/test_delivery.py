@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import VGC, Dense
-from gradwire import link as link_module
-from gradwire.sums import Small
+from gradwire.adapters import reducer as link_module
+from gradwire.exchange.sums import Small
 from workers import Workers
 
 TIMEOUT, SOON = 40, 10  # seconds, of the group and of an error

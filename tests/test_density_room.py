@@ -7,7 +7,7 @@ import pytest
 import scenes
 from budgeted import counted
 from gradwire import VGC
-from gradwire.capacity import Capacity, Plan, above
+from gradwire.exchange.room import Capacity, Plan, above
 from gradwire.layout import Layout
 from test_checkpoint import interrupted, straight
 

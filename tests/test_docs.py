@@ -12,8 +12,8 @@ import pytest
 from benchmarks import report
 from benchmarks.__main__ import COLUMNS, SUITES
 from benchmarks.overlap_gpu import Kernel, Mark, Span, inside, spans_of
-from gradwire import compressors
-from gradwire.train.demo import METHODS
+from gradwire import methods as compressors
+from gradwire.tools.train.demo import METHODS
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import VGC
-from gradwire.exchange import DIRECT_BYTES, Courier, Flight, courier_of
+from gradwire.exchange.courier import DIRECT_BYTES, Courier, Flight, courier_of
 
 
 class Slow(torch.autograd.Function):

@@ -119,13 +119,13 @@ def test_no_more_is_needed_than_torch_triton_and_pytest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "meets"),
     [
-        ("src/gradwire/exchange.py", True),
+        ("src/gradwire/exchange/courier.py", True),
         ("src/gradwire/moments/compiled_layers.py", True),  # torch.compile
-        ("src/gradwire/kernels/gpu.py", True),
-        ("src/gradwire/kernels/cpu.py", False),
-        ("src/gradwire/kernels/compiled_decode.py", False),
-        ("src/gradwire/wire/compact_cpu_pack.py", False),
-        ("src/gradwire/cli/plan.py", False),
+        ("src/gradwire/codec/gpu/kernels.py", True),
+        ("src/gradwire/codec/cpu/kernels.py", False),
+        ("src/gradwire/codec/cpu/decode.py", False),
+        ("src/gradwire/codec/cpu/compact_pack.py", False),
+        ("src/gradwire/tools/cli/plan.py", False),
     ],
 )
 def test_what_a_gpu_can_meet(name: str, meets: bool) -> None:

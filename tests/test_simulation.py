@@ -13,7 +13,7 @@ import gradwire
 import scenes
 from gradwire import VGC, Dense, PowerSGD, Simulation, Strom, TopK
 from gradwire.errors import AttachError, CheckpointError, GradwireError
-from gradwire.randomness import seed_worker
+from gradwire.simulation.random_state import seed_worker
 
 STEPS = 12
 SEED = 3

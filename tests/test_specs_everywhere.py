@@ -8,7 +8,7 @@ from torch import nn
 import gradwire
 import scenes
 from gradwire import Dense, PowerSGD, TopK
-from gradwire.compressors import METHODS
+from gradwire.methods import METHODS
 
 
 def attached_by_spec():

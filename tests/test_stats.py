@@ -9,10 +9,11 @@ from torch import nn
 
 import gradwire
 import scenes
-from gradwire import BF16, VGC, Dense, exchange
-from gradwire.capacity import REST, Capacity, padded
-from gradwire.compressors import Context
+from gradwire import BF16, VGC, Dense
+from gradwire.exchange import courier as exchange
+from gradwire.exchange.room import REST, Capacity, padded
 from gradwire.layout import Layout
+from gradwire.methods import Context
 
 
 def spied(compressor, n_steps):

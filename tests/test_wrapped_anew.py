@@ -298,7 +298,7 @@ def saved_whole():
     loaded = torch.load(file, weights_only=False)
     model, wire = attached(loaded, VGC(alpha=1.0))
     list(scenes.train(model, range(2), scenes.sgd(loaded)))
-    return wire.steps, b"gradwire.ddp" in file.getvalue(), type(model) is DistributedDataParallel
+    return wire.steps, b"gradwire.adapters.ddp" in file.getvalue(), type(model) is DistributedDataParallel
 
 
 def test_a_net_that_is_saved_whole_takes_no_link_along(spawn):

@@ -10,10 +10,10 @@ from torch import nn
 
 from compressors.rows import ROWS
 from gradwire import VGC
-from gradwire.compressors.base import needs_room
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
+from gradwire.methods.base import needs_room
 from gradwire.moments import Recorder
-from gradwire.ranks import Ranks
 
 
 def compile_kernels() -> None:

@@ -1,11 +1,9 @@
 """gradwire decides what of a gradient goes over the wire."""
 
-__version__ = "0.1.0"
-
 from typing import TYPE_CHECKING, Any
 
-from gradwire.checkpoint import reshard
-from gradwire.compressors import (
+from gradwire.adapters.wire import Wire, attach
+from gradwire.methods import (
     BF16,
     FP8,
     FP16,
@@ -23,12 +21,13 @@ from gradwire.compressors import (
     TopK,
     from_spec,
 )
-from gradwire.handle import Wire, attach
 from gradwire.moments import per_sample
-from gradwire.simulation import Simulation, simulate
+from gradwire.simulation.simulate import Simulation, simulate
+from gradwire.state.checkpoint import reshard
+from gradwire.version import __version__
 
 if TYPE_CHECKING:
-    from gradwire.sharded import load, save
+    from gradwire.state.distributed_checkpoint import load, save
 
 __all__ = [
     "BF16",
@@ -62,7 +61,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`save` and `load` when they are asked for: torch.distributed.checkpoint takes half a second to import."""
     if name in ("load", "save"):
-        from gradwire import sharded
+        from gradwire.state import distributed_checkpoint as sharded
 
         return getattr(sharded, name)
     raise AttributeError(f"module 'gradwire' has no attribute {name!r}")

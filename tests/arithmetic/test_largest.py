@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.draws import key_of
-from gradwire.arithmetic.largest import EXPECTED, largest, reference
-from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import progression
+from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
+from gradwire.methods.topk.largest import EXPECTED, largest, reference
 
 SIZES = [33, 0, 1, 70_000, 31, 200_000]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import chosen, progression
+from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
 
 CPU = torch.device("cpu")

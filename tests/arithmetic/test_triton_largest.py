@@ -13,10 +13,10 @@ from torch import Tensor
 
 import interpreted
 from gradwire.arithmetic.draws import key_of
-from gradwire.arithmetic.largest import EXPECTED, largest, reference
-from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import progression
+from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
+from gradwire.methods.topk.largest import EXPECTED, largest, reference
 
 SIZES = [33, 1, 0, 2050, 31, 129, 3001]  # with a density of 0.1 two are sampled
 
@@ -38,7 +38,7 @@ def check(
     flat: Tensor, layout: Layout, density: float, device: str, step: int = 0, active: list[bool] | None = None
 ) -> dict[bool, Tensor]:
     """The values that both give, if exact and if not."""
-    from gradwire.arithmetic import gpu_largest
+    from gradwire.methods.topk import gpu as gpu_largest
 
     quota, flat, found = Quota.of(layout, density), flat.to(device), {}
     live = None if active is None else torch.tensor(active, device=device)
@@ -154,7 +154,7 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.arithmetic import gpu_largest
+    from gradwire.methods.topk import gpu as gpu_largest
 
     interpreter.install()
     gpu_largest.TILE, gpu_largest.PIECE = (

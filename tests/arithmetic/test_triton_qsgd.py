@@ -17,10 +17,11 @@ import interpreted
 from gradwire import QSGD
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.groups import groups_of
-from gradwire.compressors import Context, qsgd
-from gradwire.compressors.fixed import Body, rank_by_rank
+from gradwire.codec import fields
 from gradwire.layout import Layout
-from gradwire.wire import fields
+from gradwire.methods import Context
+from gradwire.methods.fixed import Body, rank_by_rank
+from gradwire.methods.qsgd import definition as qsgd
 
 CPU = torch.device("cpu")
 SHAPES = [("none", (0,)), ("matrix", (31, 33)), ("scalar", ()), ("empty", (0, 4)), ("zeros", (600,)), ("last", (131,))]
@@ -31,7 +32,7 @@ TIE = (1 << 24) + 1  # between two float32 numbers
 
 
 def triton_qsgd() -> Any:
-    from gradwire.arithmetic import triton_qsgd
+    from gradwire.methods.qsgd import gpu as triton_qsgd
 
     return triton_qsgd
 
@@ -146,7 +147,7 @@ def check_empty(device: str) -> None:
 
 
 def check_draws(device: str) -> None:
-    from gradwire.arithmetic import triton_draws
+    from gradwire.arithmetic import draws_gpu as triton_draws
 
     long = Layout.of([("a", (3, 1024)), *SHAPES, ("b", (1025,))])
     for layout in (long, LAYOUT, EMPTY, Layout.of([]), Layout.of([("one", ())])):

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import BF16, VGC, Dense
-from gradwire.auto.prices import likely_error, rival
-from gradwire.compressors import from_spec
+from gradwire.adapters.auto.trial_costs import likely_error, rival
 from gradwire.errors import AttachError, CheckpointError, DisagreementError
+from gradwire.methods import from_spec
 from gradwire.plan.model import Prediction
 
 STEPS = 60

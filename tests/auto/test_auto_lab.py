@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from gradwire.lab import Lab, missing
-from gradwire.lab.commands import environment
+from gradwire.tools.lab import Lab, missing
+from gradwire.tools.lab.commands import environment
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}"), pytest.mark.alone]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.auto.clock import Clock, work_of
+from gradwire.adapters.auto.step_clock import Clock, work_of
+from gradwire.adapters.without_hook import Passes
 from gradwire.layout import Layout
-from gradwire.plain import Passes
 
 
 def layout(numel: int) -> Layout:

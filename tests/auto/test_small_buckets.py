@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import BF16, VGC, Dense
-from gradwire.compressors.base import Sum
-from gradwire.sums import Small
+from gradwire.exchange.sums import Small
+from gradwire.methods.base import Sum
 
 LIMIT = 200  # elements: of scenes.net the biases and norms, and not the matrices
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.compressors import to_spec
+from gradwire.methods import to_spec
 
 
 def main(n_steps: int, compute_s: float) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.compressors import Context
 from gradwire.layout import Layout
+from gradwire.methods import Context
 
 
 def bytes_and_mean(method: Any, grads: list[Tensor], layout: Layout) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import BF16, FP8, VGC, Dense, OneBit, PowerSGD, RandomK, SignSGD, TopK
-from gradwire.compressors import FP16, QSGD, AdaComp, MomentumDCT, Strom, TernGrad
+from gradwire.methods import FP16, QSGD, AdaComp, MomentumDCT, Strom, TernGrad
 
 
 @dataclass(frozen=True)

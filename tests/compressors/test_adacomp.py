@@ -10,10 +10,10 @@ from torch import Tensor
 from compressors.test_contract import resealed
 from compressors.uneven import LAYOUT, N, gradient
 from gradwire import AdaComp
+from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.kernels import reference
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
 
 
 class Worker:
@@ -58,7 +58,7 @@ def test_plain_torch_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, share
     two: list[list[Tensor]] = []
     for kernel in (None, reference):
         if kernel is not None:
-            monkeypatch.setattr("gradwire.kernels.select", lambda device: reference)
+            monkeypatch.setattr("gradwire.codec.select", lambda device: reference)
         ranks = Ranks(AdaComp(20, 5), LAYOUT)
         ranks.rooms = tuple(slot.numel // share for slot in LAYOUT)
         two.append([])

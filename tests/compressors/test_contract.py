@@ -14,13 +14,14 @@ from torch import Tensor
 
 import gradwire
 from compressors.rows import ROWS, Row
-from gradwire import BF16, FP16, Dense, kernels
-from gradwire.compressors import METHODS, Sum, from_spec, to_spec
-from gradwire.compressors.base import powers, tensors
+from gradwire import BF16, FP16, Dense
+from gradwire import codec as kernels
+from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.kernels import reference
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods import METHODS, Sum, from_spec, to_spec
+from gradwire.methods.base import powers, tensors
 
 SHAPES: list[tuple[int, ...]] = [(16, 24), (31,), (), (3, 5, 7), (1,), (33, 2), (24,), (40, 30)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

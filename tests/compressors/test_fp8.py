@@ -9,10 +9,10 @@ from torch import Tensor
 
 from compressors.test_contract import resealed
 from gradwire import FP8
-from gradwire.compressors import fp8
 from gradwire.errors import MessageError
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods.fp8 import definition as fp8
 
 SHAPES: list[tuple[int, ...]] = [(33,), (4, 9), (), (0,), (65,), (70, 1001)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

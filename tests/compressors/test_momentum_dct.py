@@ -12,10 +12,10 @@ import torch
 from compressors.test_contract import resealed
 from compressors.uneven import LAYOUT, N, gradient
 from gradwire import MomentumDCT
-from gradwire.arithmetic.cosine import Tiles
 from gradwire.errors import MessageError
+from gradwire.exchange.in_process import CPU, Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import CPU, Ranks
+from gradwire.methods.momentum_dct.cosine import Tiles
 
 
 def wave(u: int, n: int) -> np.ndarray:

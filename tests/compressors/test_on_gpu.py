@@ -7,8 +7,8 @@ import torch
 
 from compressors.rows import ROWS
 from compressors.test_contract import GATHERED, LAYOUT, check_refusals, gradient
-from gradwire.compressors import MomentumDCT, PowerSGD, Sum, TopK
-from gradwire.ranks import Ranks
+from gradwire.exchange.in_process import Ranks
+from gradwire.methods import MomentumDCT, PowerSGD, Sum, TopK
 
 pytestmark = pytest.mark.gpu
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import gradwire
 from gradwire import PowerSGD, from_spec
+from gradwire.exchange.in_process import CPU, Ranks
+from gradwire.exchange.in_process_graph import converse
 from gradwire.layout import Layout
-from gradwire.ranks import CPU, Ranks
-from gradwire.repeated import converse
-from gradwire.store import Store
+from gradwire.state.by_name import Store
 
 SHAPES: list[tuple[int, ...]] = [(20, 30), (30,), (8, 3, 3, 3), (), (6, 5), (64, 48)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))
@@ -133,7 +133,7 @@ def test_three_workers_lose_nothing_together(uneven: bool) -> None:
         grads = [torch.where(LAYOUT.spread(active[rank]), gradient(step, rank), 0.0) for rank in range(3)]
         before = [state.residual.clone() for state in states]
         contexts = [
-            gradwire.compressors.Context(LAYOUT, step, (), None if bool(mask.all()) else mask, 3) for mask in active
+            gradwire.methods.Context(LAYOUT, step, (), None if bool(mask.all()) else mask, 3) for mask in active
         ]
         talks = [method.rounds(g.clone(), s, c) for g, s, c in zip(grads, states, contexts, strict=True)]
         outcomes, _ = converse(talks)

@@ -12,12 +12,12 @@ from torch import Tensor
 from compressors.exchanged import bytes_and_mean
 from gradwire import QSGD
 from gradwire.arithmetic import draws
-from gradwire.compressors import Context, qsgd
+from gradwire.codec import fields, reference
 from gradwire.errors import MessageError
-from gradwire.kernels import reference
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
-from gradwire.wire import fields
+from gradwire.methods import Context
+from gradwire.methods.qsgd import definition as qsgd
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("matrix", (31, 33)), ("empty", (0, 4)), ("scalar", ()), ("vector", (513,)), ("last", (3,))])

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from gradwire import RandomK
-from gradwire.arithmetic.quota import Quota
 from gradwire.arithmetic.shuffle import chosen
-from gradwire.compressors import Context
+from gradwire.codec.quota import Quota
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods import Context
 
 CPU = torch.device("cpu")
 SIZES = [33, 1, 31, 0, 64]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gradwire import Strom, from_spec
-from gradwire.compressors.base import powers, tensors
-from gradwire.kernels import reference
+from gradwire.codec import reference
+from gradwire.exchange.in_process import CPU, Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import CPU, Ranks
+from gradwire.methods.base import powers, tensors
 
 SIZES = [33, 1, 31, 64, 0, 700]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))
@@ -60,7 +60,7 @@ def test_the_smallest_and_the_largest_threshold(tau: float) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_zeros_stay_zeros(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     if not compiled:
-        monkeypatch.setattr("gradwire.kernels.select", lambda device: reference)
+        monkeypatch.setattr("gradwire.codec.select", lambda device: reference)
     ranks = Ranks(Strom(0.05), LAYOUT)
     for step in range(5):
         ranks.rooms = tuple(size // (1 + step) for size in SIZES)  # room for some of those that pass

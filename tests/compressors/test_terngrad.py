@@ -10,11 +10,12 @@ from torch import Tensor
 from compressors.exchanged import bytes_and_mean
 from gradwire import TernGrad
 from gradwire.arithmetic import draws
-from gradwire.compressors import Context, terngrad
+from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.kernels import reference
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods import Context
+from gradwire.methods.terngrad import definition as terngrad
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("matrix", (31, 33)), ("empty", (0, 4)), ("scalar", ()), ("vector", (513,)), ("last", (3,))])

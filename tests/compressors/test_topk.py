@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gradwire import TopK, from_spec
-from gradwire.compressors import Context
+from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.kernels import reference
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods import Context
 
 SIZES = [33, 1, 31, 64, 0, 7, 500]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire import VGC
-from gradwire.compressors import Context, from_spec
 from gradwire.layout import Layout
+from gradwire.methods import Context, from_spec
 from oracle import Worker
 
 SIZES = [33, 1, 31, 64, 0, 7]

@@ -13,11 +13,11 @@ from torch import Tensor
 import gradwire
 import scenes
 from gradwire import VGC, TopK
-from gradwire.compressors import Context
-from gradwire.compressors.vgc import VGCState
-from gradwire.kernels import reference
+from gradwire.codec import reference
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.ranks import Ranks
+from gradwire.methods import Context
+from gradwire.methods.vgc import VGCState
 
 LAYOUT = Layout.of([("a", (40,)), ("b", (1,)), ("c", (300,))])
 METHOD = VGC(alpha=0.5, momentum=0.5)
@@ -101,9 +101,9 @@ def test_after_a_bad_value_its_velocity_begins_anew(bad: float) -> None:
 def test_places_in_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits of a chunk's own place, and which chunk it is: as where all lie in one."""
     context, states = Context(LAYOUT, 0, capacity=ALL), [METHOD.init(LAYOUT, torch.device("cpu")) for _ in range(2)]
-    monkeypatch.setattr(gradwire.kernels, "select", lambda device: reference)
+    monkeypatch.setattr(gradwire.codec, "select", lambda device: reference)
     for step in range(3):
-        for state, chunk in zip(states, (gradwire.kernels.CHUNK, 64), strict=True):
+        for state, chunk in zip(states, (gradwire.codec.CHUNK, 64), strict=True):
             METHOD.choose(gradient(step), MOMENT, state, context, LAYOUT, ALL, chunk)
     assert torch.equal(states[0].velocity, states[1].velocity)
     assert (states[0].velocity == 0).any()

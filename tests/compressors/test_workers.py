@@ -12,7 +12,7 @@ from torch import nn
 import gradwire
 import scenes
 from compressors.rows import ROWS, Row
-from gradwire.compressors import Sum
+from gradwire.methods import Sum
 
 SHORT, LONG, STOP = 8, 40, 5  # steps
 # a row of each method, and those that go another way over the wire

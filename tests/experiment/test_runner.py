@@ -12,12 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradwire.cli import app
-from gradwire.experiment.grid import Run
-from gradwire.experiment.results import read
-from gradwire.experiment.runner import Runner
-from gradwire.experiment.spec import Experiment, from_table, open_task
-from gradwire.experiment.virtual import Row, Virtual
+from gradwire.tools.cli import app
+from gradwire.tools.experiment.grid import Run
+from gradwire.tools.experiment.results import read
+from gradwire.tools.experiment.runner import Runner
+from gradwire.tools.experiment.spec import Experiment, from_table, open_task
+from gradwire.tools.experiment.virtual import Row, Virtual
 
 TABLE: dict[str, Any] = {
     "task": "digits",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.kernels import Rule, Selection, reference
+from gradwire.codec import Rule, Selection, reference
 from gradwire.layout import Layout
 
 RULES = {
@@ -20,7 +20,7 @@ SIZES = [33, 1, 0, 1500, 31]
 
 
 def kernels() -> Any:
-    from gradwire.kernels import gpu
+    from gradwire.codec.gpu import kernels as gpu
 
     return gpu
 

@@ -76,7 +76,7 @@ def mend() -> None:
 
 
 def install() -> None:
-    from gradwire.kernels import triton_shared
+    from gradwire.codec.gpu import shared as triton_shared
 
     mend()
     for function in (reserve, clear, put, add, increment, get, put_four, get_four):

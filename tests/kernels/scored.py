@@ -10,7 +10,7 @@ import torch
 from drawn import draw
 from torch import Tensor
 
-from gradwire.kernels import Rule
+from gradwire.codec import Rule
 from gradwire.layout import Layout
 from oracle import Worker, f32
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.kernels import CHUNK, Rule, Selection, cpu, reference
+from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec.cpu import kernels as cpu
+from gradwire.compile.threads import SMALL
 from gradwire.layout import Layout
-from gradwire.threads import SMALL
 
 RULES = {
     "basic": Rule(1.0, 0.999, None, 0.0, False, "paper"),

@@ -18,12 +18,13 @@ from test_triton_density import changing
 from torch import Tensor
 
 from gradwire import VGC
-from gradwire.arithmetic.quota import Quota
-from gradwire.kernels import CHUNK, Rule, Selection, cpu, reference
-from gradwire.kernels.limits import BINS, limits
+from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec import words as wire_words
+from gradwire.codec.cpu import kernels as cpu
+from gradwire.codec.limits import BINS, limits
+from gradwire.codec.quota import Quota
+from gradwire.compile.threads import SMALL
 from gradwire.layout import Layout
-from gradwire.threads import SMALL
-from gradwire.wire import words as wire_words
 
 
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
@@ -146,7 +147,7 @@ def test_about_as_many_pass_as_are_wanted(alpha: float, density: float) -> None:
 
 
 def test_workers_abreast_and_one_by_one() -> None:
-    from gradwire.ranks import Ranks
+    from gradwire.exchange.in_process import Ranks
     from test_abreast import LAYOUT, compare, gradients
 
     vgc = VGC(alpha=0.5, density=0.02)

@@ -15,9 +15,9 @@ from torch import Tensor
 from wire_cases import check_compact, check_crowded, check_head
 
 import interpreted
-from gradwire.kernels import CHUNK, Rule, Selection, reference
+from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec import words as wire_words
 from gradwire.layout import Layout
-from gradwire.wire import words as wire_words
 
 RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
@@ -207,7 +207,10 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.kernels import gpu_compact, gpu_decode, gpu_directory, gpu_unpack
+    from gradwire.codec.gpu import launch_compact as gpu_compact
+    from gradwire.codec.gpu import launch_decode as gpu_decode
+    from gradwire.codec.gpu import launch_directory as gpu_directory
+    from gradwire.codec.gpu import launch_unpack as gpu_unpack
 
     interpreter.install()
     gpu_decode.CHECKED = gpu_decode.SUMMED = gpu_decode.WRITTEN = 64  # so that a small message has several parts

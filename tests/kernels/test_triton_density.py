@@ -17,8 +17,8 @@ from torch import Tensor
 
 import interpreted
 from gradwire import VGC
-from gradwire.compressors.base import Context
-from gradwire.kernels import CHUNK, Rule, Selection, reference
+from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.methods.base import Context
 
 
 def changing(encode: Callable[..., Selection], device: str, **options: Any) -> None:
@@ -91,7 +91,7 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.kernels import gpu_scores
+    from gradwire.codec.gpu import launch_scores as gpu_scores
 
     interpreter.install()
     gpu_scores.ROWS = 2  # so that a group has several programs

@@ -9,9 +9,8 @@ import torch
 from drawn import RULES, SIZES, kernels, layout_of, messages
 from torch import Tensor
 
-from gradwire.kernels import CHUNK, reference
-from gradwire.wire import compact, header
-from gradwire.wire.compact_blocks import Blocks
+from gradwire.codec import CHUNK, compact, header, reference
+from gradwire.codec.compact_blocks import Blocks
 
 
 def check_head(device: str) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.compressors.spec import from_spec
+from gradwire.methods.table import from_spec
 
 WARM, COUNTED = 3, 12  # steps; VGC's first is dense
 

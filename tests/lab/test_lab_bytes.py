@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from transfers import needs_namespaces
 
-from gradwire.lab import Counters, Lab
-from gradwire.lab.commands import environment
+from gradwire.tools.lab import Counters, Lab
+from gradwire.tools.lab.commands import environment
 
 pytestmark = [needs_namespaces, pytest.mark.alone]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from transfers import needs_namespaces, python
 
-from gradwire.lab import Lab, LabError, clean, leftovers, namespaces
-from gradwire.train.errors import InputError
+from gradwire.tools.lab import Lab, LabError, clean, leftovers, namespaces
+from gradwire.tools.train.errors import InputError
 
 pytestmark = [needs_namespaces, pytest.mark.alone]
 

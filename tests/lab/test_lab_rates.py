@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.lab import Lab, iproute, leftovers
-from gradwire.lab.rates import Link, parse_link, parse_links, parse_rate, token_bucket
-from gradwire.train.errors import InputError
+from gradwire.tools.lab import Lab, iproute, leftovers
+from gradwire.tools.lab.rates import Link, parse_link, parse_links, parse_rate, token_bucket
+from gradwire.tools.train.errors import InputError
 
 UP_TO_64_KB = 65_536
 
@@ -38,7 +38,7 @@ BAD += ["10MB", "10mbps", "10 m", "1,0", "unlimited2", "10/", "10/0", "/10", "10
 
 @pytest.mark.parametrize("rate", BAD)
 def test_impossible_rates_are_refused_before_anything_starts(rate, monkeypatch):
-    monkeypatch.setattr("gradwire.lab.namespaces.call", lambda *words: pytest.fail(f"ran {words}"))
+    monkeypatch.setattr("gradwire.tools.lab.namespaces.call", lambda *words: pytest.fail(f"ran {words}"))
     with pytest.raises(InputError, match=r"rate|hosts"):
         Lab(hosts=3, rate=rate)
     with pytest.raises(InputError, match=r"rate|hosts"):

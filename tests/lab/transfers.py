@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gradwire.lab import Lab, missing
+from gradwire.tools.lab import Lab, missing
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
 

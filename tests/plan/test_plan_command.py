@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from gradwire.cli import app
 from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.choose import duration
+from gradwire.tools.cli import app
 
 OFFLINE = ("--params", "124e6", "--backward-ms", "300", "--workers", "16", "--mbit", "1000", "--device", "cuda")
 
@@ -177,7 +177,7 @@ def test_bad_input_is_refused(options, words):
     ],
 )
 def test_bad_input_is_refused_before_workers_start(monkeypatch, arguments, environment, words):
-    started = "gradwire.train.launch.launch"
+    started = "gradwire.tools.train.launch.launch"
     monkeypatch.setattr(started, lambda *_: pytest.fail("nothing may start"))
     code, said = invoke(*arguments, **environment)
     assert code == 2

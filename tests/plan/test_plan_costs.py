@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.compressors import from_spec
+from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
+from gradwire.methods import from_spec
 from gradwire.plan import Network, Work, predict
 from gradwire.plan.costs import SETTLE, Dry, measure
 from gradwire.plan.typical import CPU, CUDA, DENSITY, cost_of, work_of
-from gradwire.ranks import Ranks
 
 WORLD, REPEATS = 3, 4
 SPECS = [

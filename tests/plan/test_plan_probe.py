@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.lab import Lab, missing
-from gradwire.lab.commands import environment
 from gradwire.plan.model import Network
 from gradwire.plan.probe import network_of, probe
+from gradwire.tools.lab import Lab, missing
+from gradwire.tools.lab.commands import environment
 
 PAYLOAD = 1448 / 1514  # of a link's rate: what TCP carries of every full packet
 SCRIPT = """

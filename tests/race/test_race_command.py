@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gradwire.cli import app
-from gradwire.experiment.results import read
-from gradwire.lab import missing
+from gradwire.tools.cli import app
+from gradwire.tools.experiment.results import read
+from gradwire.tools.lab import missing
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
 pytestmark = pytest.mark.alone
@@ -58,7 +58,7 @@ def trace(tmp_path: Path) -> Path:
     ],
 )
 def test_a_race_with_bad_input_starts_nothing(arguments, message, monkeypatch, tmp_path):
-    monkeypatch.setattr("gradwire.race.runner.race", lambda *rest: pytest.fail("it has started"))
+    monkeypatch.setattr("gradwire.tools.race.runner.race", lambda *rest: pytest.fail("it has started"))
     code, said = invoke("race", "--out", tmp_path / "out", *arguments)
     assert code == 2
     assert message in said
@@ -78,15 +78,15 @@ def test_a_race_with_bad_input_starts_nothing(arguments, message, monkeypatch, t
     ],
 )
 def test_a_replay_with_bad_input_starts_nothing(arguments, message, monkeypatch, trace):
-    monkeypatch.setattr("gradwire.race.events.open_hosts", lambda *rest: pytest.fail("it has started"))
-    monkeypatch.setattr("gradwire.race.events.missing", lambda: "")
+    monkeypatch.setattr("gradwire.tools.race.events.open_hosts", lambda *rest: pytest.fail("it has started"))
+    monkeypatch.setattr("gradwire.tools.race.events.missing", lambda: "")
     code, said = invoke("replay", trace, *arguments)
     assert code == 2
     assert message in said
 
 
 def test_without_root_both_say_what_is_missing(monkeypatch, trace, tmp_path):
-    monkeypatch.setattr("gradwire.race.events.missing", lambda: "root: try sudo")
+    monkeypatch.setattr("gradwire.tools.race.events.missing", lambda: "root: try sudo")
     for arguments in (["race", "--out", tmp_path / "out"], ["replay", trace]):
         code, said = invoke(*arguments)
         assert code == 2

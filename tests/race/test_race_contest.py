@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.race import contest, methods
-from gradwire.race.contest import Run
-from gradwire.train.errors import InputError
+from gradwire.tools.race import contest, methods
+from gradwire.tools.race.contest import Run
+from gradwire.tools.train.errors import InputError
 
 COMMON = {"task": "digits", "hosts": 4, "target": 0.97}
 

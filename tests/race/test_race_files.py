@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.experiment.results import read
-from gradwire.lab.commands import CommandError
-from gradwire.race import plot, runner
-from gradwire.race.contest import Run
-from gradwire.race.files import Files
-from gradwire.train.errors import InputError
+from gradwire.tools.experiment.results import read
+from gradwire.tools.lab.commands import CommandError
+from gradwire.tools.race import plot, runner
+from gradwire.tools.race.contest import Run
+from gradwire.tools.race.files import Files
+from gradwire.tools.train.errors import InputError
 
 RUN = Run("digits", 4, "10", "vgc:alpha=1.5,zeta=0.99", 0, 0.97, limit_s=60, limit_steps=500)
 OTHER = replace(RUN, rate="100", method="python:somebody.topk")

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import gradwire
-from gradwire.compressors import from_spec
-from gradwire.race.replay import Setting, cases, link_bytes, on_host, parts_of
-from gradwire.race.trace import Sample, StepBytes, Trace, load, thin
-from gradwire.train.errors import InputError
+from gradwire.methods import from_spec
+from gradwire.tools.race.replay import Setting, cases, link_bytes, on_host, parts_of
+from gradwire.tools.race.trace import Sample, StepBytes, Trace, load, thin
+from gradwire.tools.train.errors import InputError
 
 MIB = 1 << 20
 

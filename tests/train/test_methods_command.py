@@ -9,11 +9,11 @@ import torch
 from commands import run_command
 
 from gradwire import BF16, VGC, Dense
-from gradwire.compressors import METHODS, Sum, from_spec
+from gradwire.exchange.in_process import Ranks
+from gradwire.methods import METHODS, Sum, from_spec
 from gradwire.moments import Recorder
-from gradwire.ranks import Ranks
-from gradwire.train import catalogue, digits
-from gradwire.train.errors import InputError
+from gradwire.tools.train import catalogue, digits
+from gradwire.tools.train.errors import InputError
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from commands import TIMEOUT_S, clean_environment, run_command
 from typer.testing import CliRunner
 
 import gradwire
-from gradwire.cli import app
+from gradwire.tools.cli import app
 
 pytestmark = pytest.mark.slow
 
@@ -137,7 +137,7 @@ def test_what_a_user_can_mend_has_no_traceback_of_ours_under_torchrun() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=clean_environment())
     assert result.returncode == 1
     assert "traceback : error: --compressor zip: unknown compressor 'zip'" in result.stderr
-    assert "gradwire/train/" not in result.stderr
+    assert "gradwire/tools/train/" not in result.stderr
 
 
 def test_the_version_is_said() -> None:

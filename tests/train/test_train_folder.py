@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from gradwire import manifest
 from gradwire.errors import CheckpointError
-from gradwire.files import write_atomic
-from gradwire.train import run_directory
-from gradwire.train.checkpoint import publish, write_manifest
-from gradwire.train.errors import InputError
-from gradwire.train.run_directory import begin, checkpoint_path, inspect, locked
-from gradwire.train.standing import Standing
+from gradwire.state import manifest
+from gradwire.state.files import write_atomic
+from gradwire.tools.train import run_directory
+from gradwire.tools.train.checkpoint import publish, write_manifest
+from gradwire.tools.train.errors import InputError
+from gradwire.tools.train.run_directory import begin, checkpoint_path, inspect, locked
+from gradwire.tools.train.standing import Standing
 
 IDENTITY: dict[str, Any] = {"task": "digits", "seed": 3, "learning_rate": {"base": 0.001}}
 

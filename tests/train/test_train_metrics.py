@@ -4,8 +4,8 @@ import csv
 import json
 from pathlib import Path
 
-from gradwire.train.metrics import Traffic, columns, write_csv, write_summary
-from gradwire.train.standing import Standing
+from gradwire.tools.train.metrics import Traffic, columns, write_csv, write_summary
+from gradwire.tools.train.standing import Standing
 
 
 def test_traffic_adds_and_subtracts() -> None:

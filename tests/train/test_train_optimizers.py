@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from gradwire import VGC, Dense, TopK
-from gradwire.compressors import MomentumDCT
-from gradwire.momentum import own_momentum
-from gradwire.train import optimizers, tasks
+from gradwire.adapters.momentum_advice import own_momentum
+from gradwire.methods import MomentumDCT
+from gradwire.tools.train import optimizers, tasks
 
 
 @pytest.mark.parametrize("method", [TopK(momentum=0.9), VGC(alpha=0.1, momentum=0.9)], ids=repr)

@@ -2,7 +2,7 @@
 
 import torch
 
-from gradwire.randomness import get_state, seed_worker, set_state
+from gradwire.simulation.random_state import get_state, seed_worker, set_state
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from commands import TIMEOUT_S, children, clean_environment, run_command
 
-from gradwire.train.run_directory import is_locked
+from gradwire.tools.train.run_directory import is_locked
 
 pytestmark = pytest.mark.slow
 

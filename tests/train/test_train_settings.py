@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.cli.train import among_torchrun
-from gradwire.train.errors import InputError
-from gradwire.train.settings import Settings, check
-from gradwire.train.team import choose_device, inside_torchrun
+from gradwire.tools.cli.train import among_torchrun
+from gradwire.tools.train.errors import InputError
+from gradwire.tools.train.settings import Settings, check
+from gradwire.tools.train.team import choose_device, inside_torchrun
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradwire.train.sharding import batches, epoch_order, steps_left
+from gradwire.tools.train.sharding import batches, epoch_order, steps_left
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

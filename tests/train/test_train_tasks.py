@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from gradwire.train import cifar10, digits, fashion, tasks, text
-from gradwire.train.errors import InputError
-from gradwire.train.task import Schedule, Share
+from gradwire.tools.train import cifar10, digits, fashion, tasks, text
+from gradwire.tools.train.errors import InputError
+from gradwire.tools.train.task import Schedule, Share
 
 
 def count(model: nn.Module) -> int:

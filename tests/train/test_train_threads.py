@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from gradwire.train.team import divide_cores
+from gradwire.tools.train.team import divide_cores
 
 SHOW = """
 import torch

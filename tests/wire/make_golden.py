@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from gradwire import FP8, VGC
-from gradwire.compressors import Context
+from gradwire.codec import compact, header, words
+from gradwire.codec.compact import Blocks
 from gradwire.layout import Layout
-from gradwire.wire import compact, header, words
-from gradwire.wire.compact import Blocks
+from gradwire.methods import Context
 
 FOLDER = Path(__file__).parent / "golden"
 

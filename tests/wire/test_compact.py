@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gradwire.codec import compact
+from gradwire.codec.compact import Blocks, room_words
+from gradwire.codec.compact_blocks import block_length, low_bits
 from gradwire.errors import MessageError
 from gradwire.layout import Layout
-from gradwire.wire import compact
-from gradwire.wire.compact import Blocks, room_words
-from gradwire.wire.compact_blocks import block_length, low_bits
 
-compact_cpu = pytest.importorskip("gradwire.wire.compact_cpu", reason="Numba is not installed", exc_type=ImportError)
+compact_cpu = pytest.importorskip("gradwire.codec.cpu.compact", reason="Numba is not installed", exc_type=ImportError)
 BOTH = (compact, compact_cpu)
 NUMELS = (0, 1, 2, 31, 33, 256, 257, 1000, 5000, 65537)
 PATTERNS = ("empty", "full", "one", "last", "random", "sparse", "cluster", "comb")

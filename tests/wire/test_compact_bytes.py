@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from gradwire.codec import compact, words
+from gradwire.codec.compact import PROBLEMS, Blocks
 from gradwire.errors import MessageError
 from gradwire.layout import Layout
-from gradwire.wire import compact, words
-from gradwire.wire.compact import PROBLEMS, Blocks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = Blocks.of(Layout.of([("weight", (300,)), ("bias", (20,))]), (6, 2))
@@ -39,7 +39,7 @@ def program(path: Path) -> ModuleType:
 def codec(request) -> ModuleType:
     if request.param == "reference":
         return compact
-    return pytest.importorskip("gradwire.wire.compact_cpu", reason="Numba is not installed", exc_type=ImportError)
+    return pytest.importorskip("gradwire.codec.cpu.compact", reason="Numba is not installed", exc_type=ImportError)
 
 
 def elements_of(case) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.wire import fields
+from gradwire.codec import fields
 
 SIZES = [0, 1, 31, 32, 33, 100, 65537]
 

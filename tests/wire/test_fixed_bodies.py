@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from compressors.test_contract import LAYOUT, gradient
-from gradwire.compressors import from_spec
-from gradwire.ranks import Ranks
+from gradwire.exchange.in_process import Ranks
+from gradwire.methods import from_spec
 
 HEAD = 10
 Elements = list[float]

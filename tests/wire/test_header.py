@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwire import VGC, kernels
-from gradwire.compressors import Context
+from gradwire import VGC
+from gradwire import codec as kernels
+from gradwire.codec import header, reference, words
 from gradwire.errors import MessageError
-from gradwire.kernels import reference
 from gradwire.layout import Layout
-from gradwire.wire import header, words
+from gradwire.methods import Context
 
 LAYOUT = Layout.of([("weight", (5, 7)), ("bias", (5,))])
 VGC_1 = VGC(alpha=1.0, wire="words")

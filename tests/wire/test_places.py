@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.quota import Quota
+from gradwire.codec.places import Code, pack, unpack
+from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
-from gradwire.wire.places import Code, pack, unpack
 
 CPU = torch.device("cpu")
 

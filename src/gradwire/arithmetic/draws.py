@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.compiling import compiles, triton_ready
+from gradwire.codec.compiling import compiles, triton_ready
+from gradwire.compile.threads import equal_parts, shared
 from gradwire.layout import Layout, Slot
-from gradwire.threads import equal_parts, shared
 
 FIRST, SECOND = (
     0x7FEB352D,
@@ -43,12 +43,12 @@ def bits(seed: int, step: int, where: Layout | Slot, device: torch.device, rank:
     """int32 [N], every bit drawn."""
     layout = Layout.of([(where.name, where.shape)]) if isinstance(where, Slot) else where
     if triton_ready(device):
-        from gradwire.arithmetic import triton_draws
+        from gradwire.arithmetic import draws_gpu as triton_draws
 
         return triton_draws.bits(keys(seed, step, layout, rank), layout, device)
     if not compiles(device):
         return reference_bits(seed, step, layout, device, rank)
-    from gradwire.arithmetic import compiled_draws
+    from gradwire.arithmetic import draws_cpu as compiled_draws
 
     out = torch.empty(layout.numel, dtype=torch.int32)
     ends = np.array([slot.offset + slot.numel for slot in layout], np.int64)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.compile.threads import SMALL
 from gradwire.layout import Layout
-from gradwire.threads import SMALL
 
 BLOCK = 512  # elements that `sums` folds at once
 Array = np.ndarray[Any, Any]

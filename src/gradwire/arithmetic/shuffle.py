@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.draws import key_of, mix
-from gradwire.arithmetic.quota import Quota
+from gradwire.codec.quota import Quota
 
 ROUNDS = 8
 

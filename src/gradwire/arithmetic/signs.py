@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.compiling import compiles
 from gradwire.arithmetic.runs import Runs
-from gradwire.wire import fields
+from gradwire.codec import fields
+from gradwire.codec.compiling import compiles
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -105,4 +105,4 @@ def _below(p: Tensor, zero_below: bool) -> Tensor:
 
 def _compiled(tensor: Tensor) -> ModuleType | None:
     """The same functions as machine code, where there is a compiler for it."""
-    return importlib.import_module("gradwire.arithmetic.compiled_signs") if compiles(tensor.device) else None
+    return importlib.import_module("gradwire.arithmetic.signs_cpu") if compiles(tensor.device) else None

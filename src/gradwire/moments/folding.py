@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwire.machine import Array, compiled
+from gradwire.compile.machine_code import Array, compiled
 
 FEW = 4  # threads
 TILE = 2048  # elements of each sum: 16 KiB of a cache of 32

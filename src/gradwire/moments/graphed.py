@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from gradwire.calm import calm
+from gradwire.compile.capture_guard import calm
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments.broadcast import WATCHED
 from gradwire.moments.capturing import Capturing

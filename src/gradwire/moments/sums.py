@@ -60,7 +60,7 @@ def select(gradient: Tensor, x: Tensor) -> Kernels | None:
 @functools.cache
 def _load(kind: str) -> Kernels | None:
     name, compiler = COMPILED.get(kind, ("", ""))
-    # where a compiler is missing, gradwire.kernels has said so
+    # where a compiler is missing, gradwire.codec has said so
     return cast(Kernels, importlib.import_module(name)) if name and find_spec(compiler) else None
 
 

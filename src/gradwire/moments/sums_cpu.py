@@ -17,8 +17,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from gradwire.compile.threads import SMALL, shared
 from gradwire.moments import sums
-from gradwire.threads import SMALL, shared
 
 Array = np.ndarray[Any, Any]
 Quartet = tuple[Array, Array, Array, Array]  # g, x [rows, D], and the sums of weight and bias [B, D]

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.budget import asked, density_of
-from gradwire.capacity import Capacity, Plan, most_buckets
-from gradwire.compressors.base import Compressor, Context, is_rounds, is_sum, needs_room, said_by
-from gradwire.compressors.spec import to_spec
+from gradwire.codec.header import FIXED, WORD_BYTES
+from gradwire.exchange.budget import asked, density_of
+from gradwire.exchange.room import Capacity, Plan, most_buckets
 from gradwire.layout import Layout
+from gradwire.methods.base import Compressor, Context, is_rounds, is_sum, needs_room, said_by
+from gradwire.methods.table import to_spec
 from gradwire.plan.model import NS_PER_MS, Cost
-from gradwire.wire.header import FIXED, WORD_BYTES
 
 SETTLE = 4  # steps before the first that counts: kernels are compiled, and room follows the counts
 MESSAGES = 8  # that are decoded at most: more take as much longer

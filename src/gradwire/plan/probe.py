@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from gradwire.exchange import begin_gather
+from gradwire.exchange.courier import begin_gather
 from gradwire.plan.model import FLOAT_BYTES, Network
 
 FIRST, GROWTH, LARGEST = 1 << 10, 4, 16 << 20  # bytes on the link

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from gradwire.budget import density_of
-from gradwire.capacity import above, padded
-from gradwire.compressors import Compressor, from_spec
-from gradwire.compressors.base import is_sum, needs_room
-from gradwire.compressors.spec import METHODS
+from gradwire.codec.header import FIXED, WORD_BYTES
+from gradwire.exchange.budget import density_of
+from gradwire.exchange.room import above, padded
 from gradwire.layout import Layout
+from gradwire.methods import Compressor, from_spec
+from gradwire.methods.base import is_sum, needs_room
+from gradwire.methods.table import METHODS
 from gradwire.plan.costs import Dry
 from gradwire.plan.model import FLOAT_BYTES, Cost, Work
-from gradwire.wire.header import FIXED, WORD_BYTES
 
 # Of the elements are sent: experiments/results/paper-100, vgc:alpha=1.5, ratio 84 over the run, 104 in its last epoch.
 DENSITY = 0.01

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.moments.fused.launching import launch_again
+from gradwire.compile.launching import launch_again
 
 BLOCK_P, BLOCK_C = 32, 64
 

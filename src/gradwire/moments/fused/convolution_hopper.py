@@ -21,11 +21,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gradwire.compile.launching import is_known, launch_again
 from gradwire.moments.fused.convolution_plans import TILE_ROWS as ROWS
 from gradwire.moments.fused.convolution_plans import Boxes, Geometry
 from gradwire.moments.fused.hopper import Map, following, multiply, place, segment, turns
 from gradwire.moments.fused.joining import join_parts_kernel
-from gradwire.moments.fused.launching import is_known, launch_again
 
 HALF_ROWS = ROWS // 2
 GROUP = 16  # columns of tiles in a band, see hopper.place

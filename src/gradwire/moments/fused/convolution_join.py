@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.compile.launching import launch_again
 from gradwire.moments.fused.convolution_plans import Geometry, power_of_two
-from gradwire.moments.fused.launching import launch_again
 
 JOIN_ELEMENTS = 4096
 JOIN_SHAPES = ["elements", "splits", "taps_wide", "taps", "channels", "shift", "from_plane"]

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.compile.launching import launch_again
 from gradwire.moments.fused.convolution_join import Shares, Source, join_into
 from gradwire.moments.fused.convolution_plans import Geometry
-from gradwire.moments.fused.launching import launch_again
 from gradwire.moments.fused.tiled import magic_of
 
 SHAPES = ["height", "width", "positions", "out_width", "out_width_magic", "stride_height", "stride_width"]

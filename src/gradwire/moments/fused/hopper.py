@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gradwire.compile.launching import is_known, launch_again
 from gradwire.moments.fused.joining import join_parts
-from gradwire.moments.fused.launching import is_known, launch_again
 from gradwire.moments.fused.tuning import Plan
 
 ROWS, COLUMNS, HALF_ROWS = 128, 128, 64

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.moments.fused.launching import launch_again
+from gradwire.compile.launching import launch_again
 from gradwire.moments.fused.tuning import Plan
 
 SIZES = ["outputs", "n_rows", "n_columns", "n_whole", "n_parts"]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.moments.fused.launching import launch_again
+from gradwire.compile.launching import launch_again
 from gradwire.moments.together import pair_of, wide_products
 
 WORKSPACE = 1 << 25  # elements of the products that are there at once: 128 MiB

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.compile.launching import launch_again
 from gradwire.moments import sums
-from gradwire.moments.fused.launching import launch_again
 from gradwire.moments.fused.tuning import chip
 
 TILE = 2048  # elements that 4 warps load at once of each operand

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradwire.compile.launching import launch_again
 from gradwire.moments.fused import convolution_kernels as kernels
 from gradwire.moments.fused.convolution_join import Shares, Source, join_into, source_of
 from gradwire.moments.fused.convolution_plans import Geometry, Plan, plan_for
-from gradwire.moments.fused.launching import launch_again
 
 
 def widen(x: Tensor, geometry: Geometry) -> tuple[Tensor, Geometry, Source]:

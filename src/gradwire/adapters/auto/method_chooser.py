@@ -1,0 +1,272 @@
+"""Chooses the method of one link: by the cost model at first, by what was measured as soon as it was.
+
+    1. Dense: some steps are timed. Where the link hardly holds them up nothing can be won, and that is all.
+    2. Otherwise encode and decode of the methods are timed on the gradients there are, and the cost model says which
+       step is the shortest. A method that loses information must win by a margin.
+    3. The chosen method is timed in turn. If the prediction was wrong it is corrected, and the choice is made anew.
+       While a compressor is in use, methods that may be faster than they are predicted to be are timed too, once.
+    4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
+
+All of it happens between two steps, right after the optimizer's, from numbers of all ranks (council.py): so all ranks
+choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no hook:
+it is what it would be without us.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from gradwire.adapters.auto.rank_numbers import Council
+from gradwire.adapters.auto.step_clock import Clock, work_of
+from gradwire.adapters.auto.trial_costs import alone_ms, dry_run, likely_error, numbers_of, rival, with_numbers
+from gradwire.adapters.reducer import Link
+from gradwire.errors import CheckpointError
+from gradwire.exchange.courier import Flight, agree, courier_of
+from gradwire.exchange.sums import Small
+from gradwire.methods import Compressor, Dense, to_spec
+from gradwire.methods.base import Sum, is_sum, needs_room
+from gradwire.plan.choose import Verdict, choose, describe
+from gradwire.plan.model import Cost, Network, Work, predict
+from gradwire.plan.probe import probe
+
+WARM = {False: 3, True: 10}  # steps after a switch that do not count; if much is sent at first, and less later
+WINDOW = 5  # steps between two looks at the clock
+MOST, ENOUGH_MS = 30, 1000.0  # steps that a method is timed for; fewer, if they take so long together
+SLOW_MS = 200.0  # steps longer than this are looked at one by one
+DRIFT = 1.3  # by how much a step may change before the link is measured again
+SHARES = {False: 0.005, True: 0.02}  # of the time, for measuring the link although nothing has changed; if compressed
+PROBE_S = 0.5  # a measurement of the link, but for its small collectives
+MARGIN = 0.05  # by how much a method that loses information must be faster
+
+
+class Pilot:
+    """Call `stepped` after every optimizer step, on every rank."""
+
+    def __init__(self, link: Link, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
+        """Collective. methods: what may be chosen; Dense, with which it begins, always may."""
+        self._link, self._say = link, say if dist.get_rank(link.group) == 0 else lambda _: None
+        self.methods: dict[str, Compressor] = {to_spec(method): method for method in (Dense(), *methods)}
+        agree(link.group, {"methods of auto": ", ".join(self.methods)}, link.device)
+        self.verdict: Verdict | None = None
+        self._council = Council(courier_of(link.group), link.device)
+        self._clock = link.clock = Clock(keep=MOST)
+        self._work: Work | None = None
+        self._costs: dict[str, Cost] = {}
+        self._errors: dict[str, float] = {}  # by method: measured / predicted; the newest is the last
+        self._seen = link.steps  # exchanges that were noticed
+        self._asked: Flight | None = None
+        self._parts = (0.0, 0.0, 0.0)  # of a step, as they were last seen
+        self._since = 0  # steps with this method
+        self._bytes = 0  # sent when the steps began to count
+        self._expected_ms: float | None = None
+        self.network = self._probed()
+        self._begin()
+        link.between_steps = self._stepped
+
+    @property
+    def chosen(self) -> str:
+        """As a spec."""
+        return to_spec(self._link.compressor)
+
+    def method_of(self, state: object) -> Compressor | None:
+        """The one that a checkpoint was saved with; None where it does not say."""
+        name = state.get("compressor") if isinstance(state, Mapping) else None
+        if not isinstance(name, str):
+            return None
+        alike = [method for method in self.methods.values() if name.startswith(f"{type(method).__name__}(")]
+        if not alike:
+            raise CheckpointError(f"the state is of {name}, and auto may not choose that: add it to methods=")
+        return next((method for method in alike if repr(method) == name), alike[0])  # options may be other ones
+
+    def take_over(self, method: Compressor) -> None:
+        """Goes on with it, because something of it is held back. Collective."""
+        self._link.use(method)
+        self._begin()
+
+    def stop(self) -> None:
+        """Somebody else chooses from now on."""
+        self._link.clock = self._link.between_steps = None
+
+    # ---- between two steps
+
+    def _stepped(self) -> None:
+        if self._link.steps == self._seen:
+            return  # another optimizer of the same step
+        self._seen = self._link.steps
+        if self._link.plain is not None and self._expected_ms is None:
+            self._clock.told(self._link.plain.passes())
+        self._clock.stepped()
+        self._since += 1
+        if self._since == self._warm:
+            self._clock.drop()
+            self._bytes = self._link.meter.bytes_sent
+        if self._asked is not None:
+            flight, self._asked = self._asked, None
+            self._hear(self._council.answer(flight))
+        elif self._due():
+            # read after the next step, so that nobody waits for it
+            self._asked = self._council.ask(self._figures())
+
+    def _begin(self) -> None:
+        """With a method that is in use from now on."""
+        self._clock.forget()
+        self._asked, self._since, self._bytes, self._expected_ms = None, 0, 0, None
+        self._warm = WARM[needs_room(self._link.compressor)]
+        if self._link.plain is not None:
+            self._link.plain.watch(closely=True)
+
+    def _due(self) -> bool:
+        """The same on every rank: from numbers that all have."""
+        if self._since < self._warm + WINDOW:
+            return False
+        slow = self._expected_ms is not None and self._expected_ms > SLOW_MS
+        return slow or (self._since - self._warm) % WINDOW == 0
+
+    def _figures(self) -> list[float]:
+        clock = self._clock
+        since_probe = time.perf_counter() - self._probed_at
+        if clock.seen():
+            self._parts = clock.parts()
+        return [clock.step_ms(), *clock.recent_ms(), *self._parts, since_probe]
+
+    def _hear(self, rows: list[list[float]]) -> None:
+        """Figures of all ranks."""
+        step_ms, shorter, longer = (max(column) for column in list(zip(*rows, strict=True))[:3])
+        timed = self._since - self._warm
+        if self._expected_ms is None and timed < MOST and timed * step_ms < ENOUGH_MS:
+            return
+        self._learn(max((row[3:6] for row in rows), key=sum))  # of the rank that the others wait for
+        first = self._expected_ms is None
+        expected = self._predicted_ms() if self._expected_ms is None else self._expected_ms
+        drifted = shorter > DRIFT * expected or longer < expected / DRIFT
+        worth = first or WINDOW * abs(step_ms - expected) / 1e3 > self._probe_s
+        compressed = not is_sum(self._link.compressor)
+        again = (drifted and worth) or SHARES[compressed] * rows[0][6] > self._probe_s
+        if again and self._has_changed():
+            self._plan(self._predicted_ms())
+            self._begin()  # what was timed so far was on another link
+        elif drifted and not first and self._link.plain is not None:
+            self._begin()  # it is the passes that have changed: they are looked at again
+        elif first or again:
+            if self._link.plain is not None:
+                self._link.plain.watch(closely=False)
+            self._expected_ms = step_ms
+            self._errors.pop(self.chosen, None)
+            self._errors[self.chosen] = step_ms / self._predicted_ms()
+            self._plan(step_ms)
+
+    def _learn(self, parts: list[float]) -> None:
+        """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
+        spec = self.chosen
+        if self._work is None or (is_sum(self._link.compressor) and self._clock.seen()):
+            self._work = work_of(self._clock.layouts(), parts)
+        self._price([spec])
+        # the same on every rank: so long are the messages of all
+        n_bytes = (self._link.meter.bytes_sent - self._bytes) / max(1, self._since - self._warm)
+        known: dict[str, Any] = {"bytes_per_element": n_bytes / self._link.n_parameters, "head_bytes": 0.0}
+        if self.methods[spec].needs_moments:
+            plain = self._work.forward_ms + self._work.backward_ms
+            known["moments"] = max(1.0, sum(parts[:2]) / plain) if plain else 1.0
+        self._costs[spec] = replace(self._costs[spec], **known)
+
+    def _predicted_ms(self) -> float:
+        """A step of the method in use."""
+        assert self._work is not None
+        return predict(self._work, self.network, self._costs[self.chosen]).step_ms
+
+    def _has_changed(self) -> bool:
+        """Measures the link again. What was wrong with predictions says nothing of another link."""
+        before, self.network = self.network, self._probed()
+        changed = not 1 / DRIFT < self.network.mbit / before.mbit < DRIFT
+        if changed:
+            self._errors.clear()
+        return changed
+
+    def _probed(self) -> Network:
+        start = time.perf_counter()
+        network = probe(self._link.group, self._link.device, at_most_s=PROBE_S)
+        self._probed_at = time.perf_counter()
+        took = self._council.answer(self._council.ask([self._probed_at - start]))
+        self._probe_s = max(row[0] for row in took)
+        return network
+
+    # ---- the choice
+
+    def _plan(self, step_ms: float) -> None:
+        """step_ms: of the method in use, on the link as it is now."""
+        assert self._work is not None
+        verdict = self._choose([spec for spec, method in self.methods.items() if is_sum(method)])
+        best_ms = verdict.predictions[verdict.chosen].step_ms
+        if best_ms > (1 + MARGIN) * self._work.compute_ms:  # else there is nothing to be won
+            verdict = self._choose(list(self.methods))
+        least = self._least_gain(verdict.chosen)
+        if verdict.predictions[verdict.chosen].step_ms > (1 - least) * step_ms:
+            words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
+            verdict = replace(verdict, chosen=self.chosen, words=words)
+        verdict = self._or_rival(verdict)
+        if self.verdict is None or verdict.chosen != self.chosen:
+            self._say(f"gradwire: step {self._link.steps}: {verdict.words}")
+        self.verdict = verdict
+        if verdict.chosen != self.chosen:
+            self._link.use(self.methods[verdict.chosen], self._small(verdict.chosen))
+            self._begin()
+
+    def _or_rival(self, verdict: Verdict) -> Verdict:
+        """While a compressor is in use, and the choice was timed on this link: one that was not, and may be faster."""
+        chosen = verdict.chosen
+        if is_sum(self._link.compressor) or chosen not in self._errors:
+            return verdict
+        below_ms = (1 - MARGIN) * verdict.predictions[chosen].step_ms
+        other = rival(verdict.predictions, self._errors, self.methods, below_ms)
+        if other is None:
+            return verdict
+        words = f"{other}: on this link ({describe(self.network)}) it may be faster than {chosen}: it is timed"
+        return replace(verdict, chosen=other, words=words)
+
+    def _least_gain(self, spec: str) -> float:
+        """What a switch must win, so that methods that are nearly equal do not take turns.
+
+        Back to a sum nothing: `choose` takes it as soon as a method that loses information is not faster by the margin.
+        From a sum to one that is only predicted to be faster, twice the margin.
+        """
+        if spec == self.chosen:
+            return -math.inf
+        to_sum, from_sum = (is_sum(self.methods[one]) for one in (spec, self.chosen))
+        if to_sum and not from_sum:
+            return -math.inf
+        return 2 * MARGIN if from_sum and not to_sum and spec not in self._errors else MARGIN
+
+    def _choose(self, specs: Sequence[str]) -> Verdict:
+        assert self._work is not None
+        self._price(specs)
+        errors = {spec: likely_error(spec, self._errors, self.methods) for spec in specs}
+        return choose(self._work, self.network, [self._costs[spec] for spec in specs], MARGIN, errors)
+
+    def _price(self, specs: Sequence[str]) -> None:
+        """What each costs on the slowest rank: measured once, on the gradients there are."""
+        for spec in (spec for spec in specs if spec not in self._costs):
+            cost = dry_run(self._link, self._clock.layouts(), self.methods[spec])
+            rows = self._council.answer(self._council.ask(numbers_of(cost)))
+            self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
+
+    def _small(self, spec: str) -> Small | None:
+        """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
+        assert self._work is not None
+        sums = {name: method for name, method in self.methods.items() if is_sum(method)}
+        if self._costs[spec].kind == "sum":
+            return None
+        limit = 0
+        best: Sum | None = None
+        for numel in sorted(set(self._work.buckets))[:-1]:
+            alone = {name: alone_ms(numel, self.network, self._costs[name]) for name in (*sums, spec)}
+            cheapest = min(alone, key=alone.__getitem__)
+            if cheapest == spec:
+                break
+            limit, best = numel, sums[cheapest]
+        return None if best is None else Small(limit, best)

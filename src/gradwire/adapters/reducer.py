@@ -1,0 +1,348 @@
+"""The link of one model: its buckets go in as gradients and come back as the mean over the ranks. Steps 2 to 6."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from gradwire.adapters import optimizer_hook as stepping
+from gradwire.adapters.momentum_advice import Advice
+from gradwire.adapters.unused_parameters import Unused
+from gradwire.adapters.without_hook import Plain
+from gradwire.codec.header import VERSION
+from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
+from gradwire.exchange.budget import Budget, check, density_of
+from gradwire.exchange.counting import Meter
+from gradwire.exchange.courier import agree, courier_of
+from gradwire.exchange.pipeline import Delivery
+from gradwire.exchange.room import Capacity, Plan
+from gradwire.exchange.step import Parcel, Step, recorded_event
+from gradwire.exchange.sums import Small, summed
+from gradwire.layout import Layout
+from gradwire.methods.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
+from gradwire.methods.dense import Dense
+from gradwire.moments import Recorder
+from gradwire.moments.graphed import Graphed
+from gradwire.state.by_name import Store
+from gradwire.version import __version__
+
+if TYPE_CHECKING:
+    from gradwire.adapters.auto.step_clock import Clock
+
+
+class Link:
+    """What stands between one model and its process group: `exchange` takes every bucket that is ready.
+
+    root: the module whose forward is called; parameters: those that are exchanged, by name.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        group: dist.ProcessGroup,
+        parameters: dict[str, nn.Parameter],
+        scaler: Any,
+        moments: dict[str, Any],
+    ) -> None:
+        self._root = weakref.ref(root)  # DDP's reducer holds this link: the other way round it would never be freed
+        self.scaler, self._moments = scaler, moments
+        self.group, self.parameters = group, parameters
+        self.world_size = dist.get_world_size(self.group)
+        self.n_parameters = sum(p.numel() for p in self.parameters.values())
+        self.device = next(iter(self.parameters.values())).device
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._strides = {name: parameter.stride() for name, parameter in self.parameters.items()}
+        self._compressor: Compressor = Dense()  # a link that nobody could set up is plain DDP
+        self._next: Compressor | None = None  # takes over after one dense step, which takes what is held back along
+        self.recorder: Recorder | None = None
+        self.unused = Unused(getattr(root, "find_unused_parameters", False))
+        self.store = Store(self._bind)
+        self.meter = Meter(self.n_parameters, self.device)
+        self.capacity = Capacity.of_model(root, self.parameters, self.world_size)
+        self.budget = Budget(self.world_size)
+        self.steps = 0
+        self.attached, self.over = True, False
+        self.on_step: list[Callable[[], None]] = []
+        self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
+        self.clock: Clock | None = None  # is told when buckets are ready and back
+        self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
+        self._advice = Advice(self.group)
+        self._small: Small | None = None
+        self._compressed: set[str] = set()  # tensors that may hold something back
+        self._delivery: Delivery | None = None
+        self._step = Step(0, Plan(dense=True), tensors_left=0, done=True)
+        self._last_scale: Tensor | None = None
+        self._updates: int | None = None  # the parameters' versions when the last exchange began
+        self._layouts: dict[tuple[int, ...], Layout] = {}
+        stepping.listen(self)
+
+    @property
+    def compressor(self) -> Compressor:
+        """The one that was asked for last."""
+        return self._next or self._compressor
+
+    def use(self, compressor: Compressor, small: Small | None = None) -> None:
+        """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
+        agree(self.group, self._facts(checked(compressor)), self.device)
+        check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
+        waits = not holds_back(compressor) and holds_back(self._compressor) and bool(self.store.residuals())
+        working = self._compressor if waits else compressor  # in the step that comes
+        recorder, delivery = self.recorder, self._delivery
+        if working.needs_moments and recorder is None:
+            recorder = self._record()
+        if not is_sum(working) and delivery is None:
+            delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
+        if not isinstance(working, Dense):
+            self.hook_up()
+        self.recorder, self._delivery, self._small = recorder, delivery, small  # nothing can fail from here on
+        if waits:
+            self._next = compressor
+        else:
+            self._install(compressor)
+
+    def hook_up(self) -> None:
+        """Every bucket comes here from now on."""
+        if self.plain is not None:
+            self.plain.hook_up()
+            self.plain = None
+
+    def _record(self) -> Recorder:
+        root = self._root()
+        assert root is not None  # who asks for it holds it
+        recorder = Recorder(root, self.parameters, **self._moments)
+        recorder.begin_step(self.steps)
+        return recorder
+
+    def _install(self, compressor: Compressor) -> None:
+        self._compressor, self._next = compressor, None
+        self.budget.use(compressor, self.capacity)
+        if not compressor.needs_moments:
+            self._stop_recording()
+        if not holds_back(compressor):
+            self.store.prune()
+            self._compressed.clear()
+        if not needs_room(compressor):
+            self.capacity.passed.clear()
+        self.unused.watch(self.parameters if holds_back(compressor) and self.recorder is None else {})
+        self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
+
+    def close(self) -> None:
+        """After an attach that failed: forwards and hooks as they were."""
+        self.attached = False
+        if self._next is None and is_sum(self._compressor):
+            self._stop_recording()
+
+    def _stop_recording(self) -> None:
+        if self.recorder is not None:
+            self.recorder.remove()
+            self.recorder = None
+
+    def detach(self) -> None:
+        """Plain DDP; what is held back goes out with the next gradient. Collective."""
+        self.use(Dense())
+        self.on_step.clear()
+        self.attached = False
+
+    def reopen(self, scaler: Any, moments: dict[str, Any]) -> None:
+        """Attached again, with other options; what is still held back stays here."""
+        self.attached, self.scaler, self._moments = True, scaler, moments
+        self.meter.reset()
+        if self.recorder is not None:
+            self.recorder.remove()
+            self.recorder = self._record()
+
+    def take_over(self, older: Link) -> None:
+        """Goes on where the link of an earlier wrapping of the same net stands, which is over from now on.
+
+        What it holds back comes along where the parameter is the same and has its elements in the same order.
+        """
+        older.end()
+        if older.group is not self.group:
+            if older.store.residuals():
+                warnings.warn(
+                    "gradwire: this net was attached before, in another process group: what was held back there is "
+                    "dropped, since the workers may be others",
+                    stacklevel=4,
+                )
+            return
+        same = {n for n, p in self.parameters.items() if older.parameters.get(n) is p}
+        same = {name for name in same if older._strides[name] == self._strides[name]}
+        self.store.set({n: fields for n, fields in older.store.items() if n in same}, dict(older.store.powers))
+        self.capacity.passed = {n: count for n, count in older.capacity.passed.items() if n in same}
+        self.capacity.since_dense = older.capacity.since_dense
+        self.steps, self._compressed = older.steps, older._compressed & same
+        self._install(older._compressor)
+        self.budget.restore(older.budget.step_ns)
+
+    def end(self) -> None:
+        """Another link has this one's net: the modules are as they were, and the model around them trains no more."""
+        if self.over:
+            return
+        self.attached, self.over = False, True
+        self.on_step.clear()
+        self.clock = self.between_steps = None
+        root = self._root()
+        if root is not None:
+            self.hook_up()
+            root.register_forward_pre_hook(_refuse)  # a backward that raises would leave DDP's reducer in the middle
+        self._stop_recording()
+        self.unused.watch({})
+        if self._delivery is not None and not self._step.done:
+            self._delivery.abandon(self._step)
+
+    def _facts(self, compressor: Compressor) -> dict[str, str]:
+        tensors = "\n".join(f"{name} {tuple(p.shape)} {p.stride()} {p.dtype}" for name, p in self.parameters.items())
+        return {
+            "gradwire version": f"{__version__}, message version {VERSION}",
+            "compressor": repr(compressor),
+            "model": f"{self.n_parameters} parameters in {len(self.parameters)} tensors\n{tensors}",
+            "options of attach": f"{self._moments}, scaler={self.scaler is not None}",
+            "history": f"step {self.steps}\n{self.capacity.passed} {self.capacity.since_dense} {self.budget.step_ns}",
+        }
+
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """One ready bucket: its future holds the mean over the ranks."""
+        if self._step.done:
+            self._begin_step()
+        layout = self._layout(bucket)
+        if self.clock is not None:
+            self.clock.ready(layout)
+        if is_sum(self._compressor):
+            future = self._sum(bucket.buffer(), layout, self._compressor)
+            self._count_sum(layout)
+            return future
+        assert self._delivery is not None
+        if self._small is not None and self._is_small(layout, self._small):
+            self._consume(layout, bucket.buffer())
+            future = self._sum(bucket.buffer(), layout, self._small.method)
+            return self._delivery.beside(self._step, len(layout), future)
+        self._compressed.update(layout.names)
+        parcel = Parcel(
+            bucket=self.store.bucket(layout, self._compressor, bucket.buffer().device),
+            buffer=bucket.buffer(),
+            active=self._consume(layout, bucket.buffer()),
+            scale=self._last_scale,
+            ready=recorded_event(self.device),
+            future=Future(devices=[self.device] if self.device.type == "cuda" else []),
+        )
+        self._delivery.submit(self._compressor, self._step, parcel)
+        # set_exception alone would surface as "Unable to cast Python instance to Tensor"
+        return parcel.future.then(lambda future: future.wait())
+
+    def _begin_step(self) -> None:
+        plan = Plan(dense=is_sum(self._compressor) or self._next is not None)
+        if not is_sum(self._compressor):
+            self._check_begin()
+            if is_gather(self._compressor) and self._compressor.needs_room and self._next is None:
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, density_of(self._compressor))
+        self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
+
+    def _check_begin(self) -> None:
+        scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
+        updates = sum(parameter._version for parameter in self.parameters.values())
+        if updates == self._updates:
+            skipped = scale is not None and self._last_scale is not None and bool(scale < self._last_scale)
+            if not skipped:
+                raise GradwireError(SECOND_BACKWARD)
+            self._step.take_back()  # the scaler found an inf in another model and left this one's step out too
+        self._updates, self._last_scale = updates, scale
+
+    def capture(self, sample: Sequence[Tensor]) -> None:
+        """The model's forward and backward as CUDA graphs from now on."""
+        if self.device.type != "cuda":
+            raise GradwireError(f"capture makes CUDA graphs, and this model is on {self.device}")
+        if self.recorder is None:
+            raise GradwireError(
+                f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
+            )
+        root = self._root()
+        assert root is not None  # who asks for it holds it
+        Graphed(self.recorder, getattr(root, "module", root), sample)
+
+    def release(self) -> None:
+        """Without graphs again."""
+        if self.recorder is not None:
+            self.recorder.release()
+
+    def skip_step(self, *_: object) -> None:
+        """The next backward is not a second one of the same step: an optimizer stepped, or was left out on purpose."""
+        self._updates = None
+
+    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer stepped. Fused ones and those that write to .data leave the versions as they are."""
+        if self.over:
+            return
+        if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
+            self.skip_step()
+            self._advice(self._compressor, optimizer)
+            if self.plain is not None and self.plain.steps_with(optimizer):
+                self.plain.count(self.meter)
+                self._end_step(finite=True)
+            if self.between_steps is not None:
+                self.between_steps()
+
+    def _end_step(self, finite: bool) -> None:
+        if not finite:
+            self.skip_step()  # a GradScaler leaves the parameters as they are
+        elif self._next is not None:
+            self._install(self._next)
+        self.steps += 1
+        self.budget.end_step()
+        self._arrived()
+        if self.recorder is not None:
+            self.recorder.begin_step(self.steps)
+        for action in self.on_step:
+            action()
+
+    def _layout(self, bucket: GradBucket) -> Layout:
+        """Looked at on every call: DDP rebuilds its buckets when it likes."""
+        parameters = bucket.parameters()
+        key = tuple(id(parameter) for parameter in parameters)
+        if key not in self._layouts:
+            self._layouts[key] = Layout.of((self._names[id(p)], p.shape) for p in parameters)
+        return self._layouts[key]
+
+    def _consume(self, layout: Layout, buffer: Tensor) -> Tensor | None:
+        """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
+        recorder = self.recorder
+        active = [recorder.seen(name) for name in layout.names] if recorder else self.unused.seen(layout.names)
+        if recorder is not None:
+            for slot in layout:
+                recorder.consume(slot.name, slot.of(buffer))
+        return None if all(active) else torch.tensor(active, device=buffer.device)
+
+    def _is_small(self, layout: Layout, small: Small) -> bool:
+        """Not if something of it is held back: a sum would leave that where it is."""
+        return layout.numel <= small.numel and self._compressed.isdisjoint(layout.names)
+
+    def _count_sum(self, layout: Layout) -> None:
+        """A step of sums alone is over when its last bucket is on its way."""
+        self._step.tensors_left -= len(layout)
+        if self._step.tensors_left == 0:
+            self._step.done = True
+            self.meter.end_step(dense=True)
+            self._end_step(finite=True)
+
+    def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
+        return summed(buffer, layout, method, self.group, self.meter, self._arrived)
+
+    def _arrived(self) -> None:
+        if self.clock is not None:
+            self.clock.arrived()
+
+    def _bind(self, name: str, destination: Tensor) -> None:
+        if self.recorder is not None:
+            self.recorder.bind(name, destination)
+
+
+def _refuse(model: nn.Module, args: object) -> None:
+    if torch.is_grad_enabled():
+        raise GradwireError(WRAPPED_ANEW)

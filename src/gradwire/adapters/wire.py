@@ -1,0 +1,187 @@
+"""`attach` and `Wire`: what a user holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from gradwire.adapters.ddp import attach_link
+from gradwire.adapters.reducer import Link
+from gradwire.errors import GradwireError
+from gradwire.exchange.counting import Stats, Writer, scalars
+from gradwire.methods import BF16, VGC, Compressor, Dense, compressor_of
+from gradwire.moments import coverage
+from gradwire.moments.registry import BatchDim
+from gradwire.state import checkpoint
+
+if TYPE_CHECKING:
+    from gradwire.adapters.auto.method_chooser import Pilot
+    from gradwire.plan.choose import Verdict
+
+AUTO = "auto"
+
+
+def attach(
+    model: nn.Module,
+    compressor: Compressor | str,
+    *,
+    methods: Sequence[Compressor | str] | None = None,
+    scaler: Any = None,
+    strict: bool = False,
+    batch_dim: BatchDim = 0,
+    estimator: str = "groups",
+    exact: bool = True,
+    same_samples: bool = True,
+) -> Wire:
+    """Makes a DistributedDataParallel model send compressed gradients. Collective: every rank calls it alike.
+
+    A net that was attached before and is wrapped anew goes on with what was held back; its older wire ends.
+
+    compressor: such as VGC(alpha=1.5) or its spec, "vgc:alpha=1.5"; or "auto": measures the link and the steps,
+    chooses among Dense and `methods` (BF16 and VGC if nothing is said), says why, and anew when the link changes.
+    scaler: the GradScaler, if one is used, so that the residual is kept in units of 1 whatever the scale does.
+    strict: refuse parameters whose second moment can only be estimated.
+    batch_dim: the axis of the samples in what the model is called on; from there they are followed through its layers
+    (`wire.coverage()` says where that failed). {module name: axis} says it of a layer, None that it has none,
+    "positions" of an Embedding that its ids are added to every sample alike.
+    estimator: "groups", "signs" or "step", for parameters without an exact second moment; exact=False: for all.
+    same_samples: forward passes of one backward with as many samples are of the same ones (a Siamese net's two), or of
+    pairs; False: every pass has samples of its own. Passes of unequal numbers always have.
+    """
+    moments = {
+        "batch_dim": batch_dim,
+        "estimator": estimator,
+        "exact": exact,
+        "strict": strict,
+        "same_samples": same_samples,
+    }
+    if compressor == AUTO:
+        allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
+        return _piloted(attach_link(model, Dense(), scaler, moments, lazily=True), allowed)
+    if methods is not None:
+        raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
+    return Wire(attach_link(model, compressor_of(compressor), scaler, moments))
+
+
+def _piloted(link: Link, methods: Sequence[Compressor]) -> Wire:
+    from gradwire.adapters.auto.method_chooser import Pilot  # what nobody else needs is not imported with gradwire
+
+    try:
+        return Wire(link, Pilot(link, methods))
+    except BaseException:
+        link.close()
+        raise
+
+
+class Wire:
+    """The handle of an attached model."""
+
+    def __init__(self, link: Link, pilot: Pilot | None = None) -> None:
+        self._link, self._pilot = link, pilot
+
+    def __repr__(self) -> str:
+        link = self._link
+        return (
+            f"Wire({link.compressor!r}, {link.n_parameters} parameters, {link.world_size} workers, step {link.steps})"
+        )
+
+    @property
+    def compressor(self) -> Compressor:
+        return self._link.compressor
+
+    @compressor.setter
+    def compressor(self, compressor: Compressor | str) -> None:
+        """Changes the method between two steps; the residual and the variance are carried over. Collective."""
+        link, method = self._live(), compressor_of(compressor)
+        if self._pilot is not None:
+            self._pilot.stop()
+            self._pilot = None
+        link.use(method)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of "auto": what it chose, from which predictions, and why; None until it has measured."""
+        return None if self._pilot is None else self._pilot.verdict
+
+    @property
+    def steps(self) -> int:
+        """Exchanges so far."""
+        return self._link.steps
+
+    def stats(self) -> Stats:
+        """What this worker sent since `attach` or the last `reset_stats`."""
+        return self._link.meter.stats(self._link.store.residuals())
+
+    def reset_stats(self) -> None:
+        """Starts the totals anew; the state of the compression is not touched."""
+        self._link.meter.reset()
+
+    def coverage(self) -> list[coverage.Row]:
+        """Prints where the samples are and which parameter has which second moment, and returns the rows."""
+        recorder = self._link.recorder
+        if recorder is None:
+            print(f"{self.compressor!r} needs no second moments")
+            return []
+        rows = recorder.coverage()
+        print(recorder.batch_axis.describe(recorder.batch))
+        print(coverage.table(rows))
+        return rows
+
+    def log_to(self, writer: Writer, every: int = 10, prefix: str = "gradwire") -> None:
+        """Writes the figures of `stats()` to anything with add_scalar, every so many steps."""
+        if every < 1:
+            raise ValueError(f"log_to: every must be at least 1 step, got {every}")
+
+        def log() -> None:
+            if self.steps % every:
+                return
+            try:
+                for name, value in scalars(self.stats()).items():
+                    writer.add_scalar(f"{prefix}/{name}", value, self.steps)
+            except Exception as error:  # a full disk must not stop the training of all ranks
+                warnings.warn(f"gradwire: the figures could not be logged: {error}", stacklevel=1)
+
+        self._live().on_step.append(log)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state by parameter name; save it on every rank. Loads with weights_only=True."""
+        return checkpoint.state_dict(self._link)
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
+        """Goes on where `state` was saved, on the same number of workers. Collective."""
+        link = self._live()
+        method = None if self._pilot is None else self._pilot.method_of(state)
+        checkpoint.load_state_dict(link, state, strict=strict)
+        if self._pilot is not None and method is not None:
+            self._pilot.take_over(method)
+
+    def capture(self, *sample: Tensor) -> None:
+        """On a GPU: the model's forward and backward run as two CUDA graphs for inputs like the sample.
+
+        For models of many small layers, where Python takes longer than the GPU. Other inputs and eval run as before.
+        The gradients arrive together at the end of the backward, so nothing is sent while it runs.
+        """
+        self._live().capture(sample)
+
+    def release(self) -> None:
+        """Undoes `capture`: for a model whose layers, hooks or frozen parameters change."""
+        self._live().release()
+
+    def skip_step(self) -> None:
+        """Call it when you leave out an optimizer step on purpose, after the backward."""
+        self._live().skip_step()
+
+    def detach(self) -> None:
+        """Plain DDP again, after one more step that takes along what was held back. Collective."""
+        link = self._live()
+        if self._pilot is not None:
+            self._pilot.stop()
+        link.detach()
+
+    def _live(self) -> Link:
+        if not self._link.attached:
+            raise GradwireError("this wire is detached, or a newer one has its net: attach the model again")
+        return self._link

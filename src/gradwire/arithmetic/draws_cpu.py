@@ -1,0 +1,34 @@
+"""The random numbers of draws.py as machine code for the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.compile.machine_code import Array, compiled
+
+
+@compiled
+def mix(x: np.uint32) -> np.uint32:
+    """As draws.py defines it. Numba widens what 32-bit numbers make to 64 bits: each result is cut again."""
+    x = np.uint32(x ^ (x >> np.uint32(16)))
+    x = np.uint32(x * np.uint32(0x7FEB352D))
+    x = np.uint32(x ^ (x >> np.uint32(15)))
+    x = np.uint32(x * np.uint32(0x846CA68B))
+    return np.uint32(x ^ (x >> np.uint32(16)))
+
+
+@compiled
+def draw(index: int, first: np.uint32, second: np.uint32) -> np.uint32:
+    """One draw of the tensor with these words of its key; index: in the flat vector."""
+    return mix(np.uint32(mix(np.uint32(np.uint32(index) + first)) + second))
+
+
+@compiled
+def fill(begin: int, end: int, ends: Array, keys: Array, out: Array) -> None:
+    """out[begin:end] = the draws; ends: of the tensors."""
+    words, slot = keys.view(np.uint32), np.searchsorted(ends, begin, side="right")
+    while begin < end:
+        stop, first, second = min(ends[slot], end), words[0, slot], words[1, slot]
+        for i in range(begin, stop):
+            out[i] = np.int32(draw(i, first, second))
+        begin, slot = stop, slot + 1

@@ -1,0 +1,220 @@
+"""The functions of `signs` as machine code for the CPU, of the same names and with the same bits.
+
+Every loop has its own part of the elements, from a whole word to a whole word, and walks the runs in it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.arithmetic.runs import Runs
+from gradwire.arithmetic.runs_cpu import MAGNITUDE, WORD, largest, largest_bits, parts
+from gradwire.arithmetic.signs import LARGEST
+from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.threads import shared
+
+TILE = 4096  # elements that stay in the first cache while all that is done to them is done; whole words
+MOST, LEAST = np.float32(LARGEST), np.float32(-LARGEST)
+ZERO = np.float32(0)
+
+
+def gather(grad: Tensor, residual: Tensor | None, runs: Runs) -> Tensor:
+    if residual is None:
+        return largest(grad, runs)
+    pieces = parts(runs.numel)
+    tops = np.zeros((len(pieces), len(runs)), np.int32)
+    shared(pieces, _gather, grad.numpy(), residual.numpy(), runs.ends, tops)
+    return torch.from_numpy(tops.max(0)).view(torch.float32)
+
+
+def magnitudes(p: Tensor, factor: Tensor, runs: Runs) -> Tensor:
+    pieces = parts(runs.numel)
+    totals = np.zeros((len(pieces), len(runs)), np.int64)
+    shared(pieces, _magnitudes, p.numpy(), factor.numpy(), runs.ends, totals)
+    return torch.from_numpy(totals.sum(0))
+
+
+def sides(p: Tensor, factor: Tensor, runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
+    pieces = parts(runs.numel)
+    totals = np.zeros((len(pieces), 3, len(runs)), np.int64)
+    shared(pieces, _sides, p.numpy(), factor.numpy(), runs.ends, totals)
+    above, below, n_below = torch.from_numpy(totals.sum(0))
+    return above, below, n_below
+
+
+def pack(p: Tensor, zero_below: bool) -> Tensor:
+    words = np.empty(-(-len(p) // WORD), np.int32)
+    shared(parts(len(p)), _pack, p.numpy(), zero_below, words)
+    return torch.from_numpy(words)
+
+
+def settle(p: Tensor, high: Tensor, low: Tensor, zero_below: bool, residual: Tensor, runs: Runs) -> Tensor:
+    words = np.empty(-(-len(p) // WORD), np.int32)
+    values = (high.numpy(), low.numpy(), zero_below)
+    shared(parts(runs.numel), _settle, p.numpy(), *values, residual.numpy(), runs.ends, words)
+    return torch.from_numpy(words)
+
+
+def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, runs: Runs) -> None:
+    values = (highs.contiguous().numpy(), lows.contiguous().numpy())
+    shared(parts(runs.numel), _add, bits.numpy(), *values, runs.ends, out.numpy())
+
+
+@compiled
+def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends: Array, tops: Array) -> None:
+    run, at = np.searchsorted(ends, begin, side="right"), begin
+    while at < end:
+        while ends[run] <= at:
+            run += 1
+        stop = min(end, ends[run], at + TILE)
+        _sum(grad[at:stop], residual[at:stop])
+        tops[part, run] = max(tops[part, run], largest_bits(grad[at:stop]))
+        at = stop
+
+
+@compiled
+def _sum(grad: Array, residual: Array) -> None:
+    for i in range(grad.size):
+        grad[i] = min(max(grad[i] + residual[i], LEAST), MOST)
+
+
+@compiled
+def _magnitudes(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
+    run, at = np.searchsorted(ends, begin, side="right"), begin
+    while at < end:
+        stop = min(end, ends[run])
+        totals[part, run] = _magnitude(p[at:stop], factors[run])
+        run, at = run + 1, stop
+
+
+@compiled
+def _magnitude(p: Array, factor: np.float32) -> np.int64:
+    total = np.int64(0)
+    for i in range(p.size):
+        total += np.int64(np.int32(np.rint(abs(p[i]) * factor)))
+    return total
+
+
+@compiled
+def _sides(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
+    run, at = np.searchsorted(ends, begin, side="right"), begin
+    while at < end:
+        stop = min(end, ends[run])
+        totals[part, 0, run], totals[part, 1, run], totals[part, 2, run] = _both(p[at:stop], factors[run])
+        run, at = run + 1, stop
+
+
+@compiled
+def _both(p: Array, factor: np.float32) -> tuple[np.int64, np.int64, np.int64]:
+    """Sum above, minus the sum below, how many are below."""
+    total, size, n_below = np.int64(0), np.int64(0), np.int64(0)
+    for i in range(p.size):
+        whole = np.int32(np.rint(p[i] * factor))
+        total += np.int64(whole)
+        size += np.int64(abs(whole))
+        n_below += np.int64(p[i] < ZERO)
+    return (size + total) // 2, (size - total) // 2, n_below
+
+
+@compiled
+def _pack(part: int, begin: int, end: int, p: Array, zero_below: bool, words: Array) -> None:
+    """The words of elements begin .. end; begin is the first of a word."""
+    bits, extra = p.view(np.int32), np.int32(zero_below)
+    whole = end // WORD * WORD
+    for first in range(begin, whole, WORD):
+        words[first // WORD] = _word(bits[first : first + WORD], extra)
+    if whole < end:
+        words[whole // WORD] = _last_word(bits[whole:end], extra)
+
+
+@compiled
+def _word(bits: Array, extra: np.int32) -> np.int32:
+    word = np.int32(0)
+    for i in range(32):
+        word |= _negative(bits[i], extra) << np.int32(i)
+    return word
+
+
+@compiled
+def _last_word(bits: Array, extra: np.int32) -> np.int32:
+    word = np.int32(0)
+    for i in range(bits.size):
+        word |= _negative(bits[i], extra) << np.int32(i)
+    return word
+
+
+@compiled
+def _negative(bits: np.int32, extra: np.int32) -> np.int32:
+    """1 for a negative float32; of a zero, also of -0, `extra`."""
+    return np.int32(bits < np.int32(0)) if bits & MAGNITUDE else extra
+
+
+@compiled
+def _settle(
+    part: int,
+    begin: int,
+    end: int,
+    p: Array,
+    high: Array,
+    low: Array,
+    zero_below: bool,
+    residual: Array,
+    ends: Array,
+    words: Array,
+) -> None:
+    run = np.searchsorted(ends, begin, side="right")
+    for first in range(begin, end, TILE):
+        last = min(end, first + TILE)
+        _pack(part, first, last, p, zero_below, words)
+        at = first
+        while at < last:
+            while ends[run] <= at:
+                run += 1
+            stop = min(last, ends[run])
+            _keep(p[at:stop], high[run], low[run], zero_below, residual[at:stop])
+            at = stop
+
+
+@compiled
+def _keep(p: Array, high: np.float32, low: np.float32, zero_below: bool, residual: Array) -> None:
+    of_zero = low if zero_below else high
+    for i in range(p.size):
+        sent = low if p[i] < ZERO else high
+        residual[i] = p[i] - (of_zero if p[i] == ZERO else sent)
+
+
+@compiled
+def _add(part: int, begin: int, end: int, bits: Array, highs: Array, lows: Array, ends: Array, out: Array) -> None:
+    """Tile by tile, all ranks: the result goes through the cache once."""
+    below = np.empty(TILE, np.int32)
+    start = np.searchsorted(ends, begin, side="right")
+    for first in range(begin, end, TILE):
+        last = min(end, first + TILE)
+        while ends[start] <= first:
+            start += 1
+        for rank in range(bits.shape[0]):
+            _spread(bits[rank, first // WORD : (last + WORD - 1) // WORD], below)
+            run, at = start, first
+            while at < last:
+                while ends[run] <= at:
+                    run += 1
+                stop = min(last, ends[run])
+                _choose(below[at - first : stop - first], highs[rank, run], lows[rank, run], out[at:stop])
+                at = stop
+
+
+@compiled
+def _spread(words: Array, below: Array) -> None:
+    """One number an element: its bit."""
+    for i in range(words.size):
+        word, first = words[i], i * WORD
+        for j in range(32):
+            below[first + j] = (word >> np.int32(j)) & np.int32(1)
+
+
+@compiled
+def _choose(below: Array, high: np.float32, low: np.float32, out: Array) -> None:
+    for i in range(out.size):
+        out[i] += low if below[i] else high

@@ -1,1 +1,0 @@
-"""`attach(model, "auto")`: measures, predicts, chooses, and chooses again when the link changes (pilot.py)."""

@@ -1,0 +1,275 @@
+"""Step 4 for CUDA: the words, what is left of the sent elements, and the undo. See triton_encode.py."""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gradwire.codec.gpu.records import (
+    ALL,
+    APART,
+    CHOSEN,
+    CLASSES,
+    DROPPED,
+    SPAN,
+    SPILLED,
+    WINDOW,
+    State,
+    census,
+    class_of,
+    counters,
+    exponent_of,
+    is_short,
+    limits_of,
+    overlap,
+    spilled_part,
+    tally,
+    total_of,
+)
+
+CLEARED = tl.constexpr(1024)  # words at a time of `clear`
+
+
+@triton.jit
+def settle(at, r, v, bits, classes, sent, top, state, quantum, feedback: tl.constexpr):
+    """r and v of the sent elements after the send; r = v = 0 is already written."""
+    if quantum.hybrid:
+        value = tl.where(bits < 0, -quantum.tau, quantum.tau)
+        tl.store(state.residual + at, r - value, mask=sent)
+        tl.store(
+            state.variance + at, tl.maximum(v - tl.abs(r) * 2.0 * quantum.tau + quantum.tau_square, 0.0), mask=sent
+        )
+    elif feedback:
+        value = ((top - classes) << 23).to(tl.float32, bitcast=True)
+        rest = r - tl.where(bits < 0, -value, value)
+        tl.store(state.residual + at, rest, mask=sent)
+        tl.store(state.variance + at, rest * rest, mask=sent)
+
+
+@triton.jit
+def word_of(bits, classes, place, quantum):
+    """Sign, d and the place within its chunk."""
+    sign = bits & -0x80000000
+    if quantum.hybrid:
+        return sign | place
+    return sign | (classes << 28) | place
+
+
+@triton.jit
+def choose(classes, counted, prefix, limits):
+    """Who is sent, and how many before it in its tile.
+
+    counted: candidates before it in its tile, those of whole classes | those of the class that is cut << 16.
+    """
+    ordinal = prefix + (counted >> 16)
+    chosen = (classes == limits[0]) & (classes < CLASSES) & (overlap(ordinal, 1, limits) > 0)
+    return (classes < limits[0]) | chosen, (counted & 0xFFFF) + overlap(prefix, counted >> 16, limits)
+
+
+@triton.jit
+def steps_of(classes, last):
+    """What `choose` counts."""
+    return (classes < last).to(tl.int32) + (((classes == last) & (classes < CLASSES)).to(tl.int32) << 16)
+
+
+@triton.jit
+def emit_spilled(
+    tile, slot, n_sent, begin, prefix, origin, top, limits, state, cut, test, quantum, found, sums, plan, words,
+    feedback: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
+    """A tile that is not in the scratch: its sent elements go to the reserve, for the undo, and it counts as stored.
+
+    Returns how many were sent of each class, [8].
+    """
+    base = tl.load(cut.base + tile)
+    position = tl.load(plan.numbers + 1) * 8 + tl.atomic_add(sums.taken + 1, n_sent.to(tl.int64), sem="relaxed")
+    carry, codes = 0, tl.zeros((CLASSES,), tl.int32)
+    for start in tl.range(0, size, SPAN):
+        lane = start + tl.arange(0, SPAN)
+        classes, r, v, inside = spilled_part(tile, slot, start, top, state, cut, test, quantum)
+        bits = r.to(tl.int32, bitcast=True)
+        step = steps_of(classes, limits[0])
+        sent, number = choose(classes, carry + tl.cumsum(step) - step, prefix, limits)
+        carry += tl.sum(step)
+        codes += census(tl.where(sent, classes, DROPPED))
+        word = word_of(bits, classes, origin + lane, quantum)
+        tl.store(words + begin + number, word, mask=sent)
+        tl.store(found.place + position + number, lane.to(tl.int16), mask=sent)
+        tl.store(found.residual + position + number, r, mask=sent)
+        tl.store(found.variance + position + number, v, mask=sent)
+        tl.store(state.residual + base + lane, 0.0, mask=sent)
+        tl.store(state.variance + base + lane, tl.where(sent, 0.0, v * test.zeta), mask=inside)
+        tl.debug_barrier()
+        settle(base + lane, r, v, bits, classes, sent, top, state, quantum, feedback)
+    tl.store(found.position + tile, position)
+    tl.store(found.count + tile, n_sent)
+    return codes
+
+
+@triton.jit
+def candidates(found, source, have):
+    """Place and r. Places as int32: carried from round to round as int16 they would be packed and unpacked."""
+    place = tl.load(found.place + source, mask=have, other=0)
+    return place.to(tl.int32), tl.load(found.residual + source, mask=have, other=0.0)
+
+
+@triton.jit
+def emit_rows(
+    position, kept, begin, prefix, origin, top, limits, here, test, quantum, found, words,
+    whom: tl.constexpr, feedback: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """Candidates of tiles that are in the scratch. whom: ALL, those still in the WINDOW, or those CHOSEN by `limits`.
+
+    Returns the tally of what was sent. The candidates of the next round are on their way while one round is written.
+    """
+    packed, carry = tl.zeros((rows, lanes), tl.int64), tl.zeros((rows,), tl.int32)
+    lane = tl.arange(0, lanes)[None, :]
+    next_place, next_residual = candidates(found, position[:, None] + lane, lane < kept[:, None])
+    for _done in tl.range(0, tl.max(kept), lanes):
+        place, r, have, source = next_place, next_residual, lane < kept[:, None], position[:, None] + lane
+        next_place, next_residual = candidates(found, source + lanes, lane + lanes < kept[:, None])
+        bits = r.to(tl.int32, bitcast=True)
+        classes = class_of(bits, top, quantum)
+        # Said to be contiguous along a row so that a warp keeps to its row; masks keep stores one element wide.
+        at = tl.max_contiguous((tl.arange(0, rows) * size)[:, None] + place, (1, 2))
+        if whom == ALL:
+            sent, to = have, begin[:, None] + lane
+        elif whom == WINDOW:
+            sent = have & (place >= 0)
+            to = tl.max_contiguous(begin[:, None] + carry[:, None] + tl.cumsum(sent.to(tl.int32), axis=1) - 1, (1, 2))
+            carry += tl.sum(sent.to(tl.int32), axis=1)
+        else:
+            classes = tl.where(have, classes, DROPPED)
+            step = steps_of(classes, limits[0])
+            sent, before = choose(classes, carry[:, None] + tl.cumsum(step, axis=1) - step, prefix[:, None], limits)
+            carry += tl.sum(step, axis=1)
+            to = tl.max_contiguous(begin[:, None] + before, (1, 2))
+        tl.store(words + to, word_of(bits, classes, origin + at, quantum), mask=sent)
+        packed += tally(classes, sent)
+        if whom == CHOSEN:
+            left = have & (sent == 0)
+            v = tl.load(found.variance + source, mask=left, other=0.0)
+            tl.store(here.residual + at, r, mask=left)
+            tl.store(here.variance + at, v * test.zeta, mask=left)
+            tl.store(found.place + source, tl.full((rows, lanes), -1, tl.int16), mask=left)
+        if quantum.hybrid or feedback:
+            v = tl.load(found.variance + source, mask=sent, other=0.0)
+            settle(at, r, v, bits, classes, sent, top, here, quantum, feedback)
+        lane += lanes
+    return packed
+
+
+@triton.jit
+def emit_kernel(
+    state, cut, test, quantum, found, sums, plan, report,
+    feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """One program for `rows` tiles of a group from which nobody has to choose; columns are candidates.
+
+    Apart from `emit_cut_kernel`, which needs twice the registers: here it counts how many programs run at a time.
+    """
+    number, first = tl.program_id(0) * rows // group, tl.program_id(0) * rows % group
+    row, column = number * group + first + tl.arange(0, rows), tl.arange(0, CLASSES)
+    count, kind = tl.load(found.count + row), tl.load(plan.kind + number)
+    if (kind != CHOSEN) & (tl.max(count) != 0):
+        slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
+        origin = (base - tl.load(cut.origin + number)).to(tl.int32) + first * size
+        here = State(state.residual + base + first * size, state.variance + base + first * size)
+        top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
+        position = tl.load(found.position + row, mask=count > 0, other=0)
+        begin = tl.load(plan.begin + number) + tl.load(plan.before + row)
+        limits = (8, 0, 0, 0)
+        if kind == ALL:
+            packed = emit_rows(
+                position, count, begin, begin, origin, top, limits, here, test, quantum, found, report.words,
+                ALL, feedback, size, rows, lanes,
+            )  # fmt: skip
+        else:
+            packed = emit_rows(
+                position, count, begin, begin, origin, top, limits, here, test, quantum, found, report.words,
+                WINDOW, feedback, size, rows, lanes,
+            )  # fmt: skip
+        codes = total_of(packed, rows * size)
+        if quantum.hybrid:
+            codes = tl.where(column == 0, tl.sum(codes), 0)
+        tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+
+
+@triton.jit
+def clear(words, begin, n_words, width: tl.constexpr):
+    """Zeros after the last word. A loop: how many are to be written is known on the device alone."""
+    for at in tl.range(begin + tl.program_id(0) * width, n_words, tl.num_programs(0) * width):
+        place = at + tl.arange(0, width)
+        tl.store(words + place, tl.zeros((width,), tl.int32), mask=place < n_words)
+
+
+@triton.jit
+def emit_cut_kernel(
+    state, cut, test, quantum, found, sums, plan, report, n_words,
+    feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
+):  # fmt: skip
+    """As `emit_kernel`, one program a group, for the other groups: without room for all, or with tiles spilled.
+
+    And zeros after the last word.
+    """
+    number = tl.program_id(0)
+    clear(report.words, tl.load(plan.begin + tl.num_programs(0)), n_words, CLEARED)
+    if tl.load(plan.kind + number) == CHOSEN:
+        row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
+        count = tl.load(found.count + row)
+        slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
+        here = State(state.residual + base, state.variance + base)
+        origin = (base - tl.load(cut.origin + number)).to(tl.int32)
+        top, limits = exponent_of(tl.load(sums.tops + slot * APART), quantum), limits_of(plan, slot)
+        last = limits[0]
+        position = tl.load(found.position + row, mask=count > 0, other=0)
+        histogram = tl.load(plan.histogram + row[:, None] * CLASSES + column[None, :])
+        partial = tl.sum(tl.where(column[None, :] == last, histogram, 0), axis=1)
+        prefix = tl.cumsum(partial) - partial
+        if last < CLASSES:
+            prefix += tl.load(plan.prefix + number) - tl.load(plan.prefix + tl.load(cut.first_of_slot + slot))
+        n_sent = tl.sum(tl.where(column[None, :] < last, histogram, 0), axis=1) + overlap(prefix, partial, limits)
+        begin = tl.load(plan.begin + number) + tl.cumsum(n_sent) - n_sent
+        kept = tl.where(position != SPILLED, count, 0)
+        packed = emit_rows(
+            position, kept, begin, prefix, origin, top, limits, here, test, quantum, found, report.words,
+            CHOSEN, feedback, size, group, lanes,
+        )  # fmt: skip
+        codes = tl.sum(counters(packed), axis=0)
+        if tl.min(position) == SPILLED:
+            for tile in tl.range(number * group, number * group + group):
+                if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
+                    its_count = tl.sum(tl.where(row == tile, n_sent, 0))
+                    its_begin = tl.sum(tl.where(row == tile, begin, 0))
+                    its_prefix = tl.sum(tl.where(row == tile, prefix, 0))
+                    its_origin = origin + (tile - number * group) * size
+                    codes += emit_spilled(
+                        tile, slot, its_count, its_begin, its_prefix, its_origin, top, limits, state, cut, test,
+                        quantum, found, sums, plan, report.words, feedback, size,
+                    )  # fmt: skip
+        if not is_short(slot, sums, plan):
+            if quantum.hybrid:
+                codes = tl.where(column == 0, tl.sum(codes), 0)
+            tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+
+
+@triton.jit
+def put_back_kernel(state, cut, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr):
+    """Undo, one program a group."""
+    row = tl.program_id(0) * group + tl.arange(0, group)
+    count = tl.load(found.count + row)
+    position = tl.load(found.position + row, mask=count > 0, other=0)
+    base = tl.load(cut.base + tl.program_id(0) * group)
+    for start in tl.range(0, tl.max(count), lanes):
+        lane = start + tl.arange(0, lanes)[None, :]
+        source = position[:, None] + lane
+        place = tl.load(found.place + source, mask=lane < count[:, None], other=-1)
+        sent = place >= 0
+        r = tl.load(found.residual + source, mask=sent, other=0.0)
+        v = tl.load(found.variance + source, mask=sent, other=0.0)
+        at = tl.max_contiguous((tl.arange(0, group) * size)[:, None] + place, (1, 2))
+        tl.store(state.residual + base + at, r, mask=sent)
+        tl.store(state.variance + base + at, v, mask=sent)

@@ -1,0 +1,191 @@
+"""The kernels for CUDA: launchers of the Triton kernels. Nothing here waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.codec.gpu import emit as emitting
+from gradwire.codec.gpu import encode as encoding
+from gradwire.codec.gpu import records as kinds
+from gradwire.codec.gpu import share as sharing
+from gradwire.codec.gpu.launch_compact import pack
+from gradwire.codec.gpu.launch_decode import UNFUSED, add, checksum
+from gradwire.codec.gpu.launch_head import inspect, seal
+from gradwire.codec.gpu.launch_scores import limited
+from gradwire.codec.gpu.launch_unpack import unpack
+from gradwire.codec.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.compile.tiles import Tiles, on_device, tiles_of
+from gradwire.layout import Layout
+
+__all__ = ["add", "checksum", "encode", "inspect", "pack", "seal", "unpack"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a bucket is cut: places of a tile, tiles of a group; warps of a program, registers of a thread."""
+
+    size: int
+    group: int
+    warps: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a program of `emit` looks at together: tiles, candidates of each; its warps."""
+
+    rows: int
+    lanes: int
+    warps: int
+
+
+# H200, 2^28 elements, ratio 10, stream alone: 1.63 ms; tiles of 1024 with 4 warps take 1.67. With 64 registers a
+# multiprocessor has 32 warps; with 48 there are spills, 80 are too many: 1.70 both.
+ENCODE = Shape(size=2048, group=32, warps=8, registers=64)
+# For tiles of few candidates and of more than MANY. H200, ratio 10: 105 us with (8, 32, 2), 117 with (32, 32, 4), 154
+# with (8, 64, 4); ratio 100: 26 us with (32, 16, 4), 30 with (16, 16, 2).
+EMIT, EMIT_MANY, MANY = Block(32, 16, 4), Block(8, 32, 2), 64
+LANES = 16  # candidates of a tile that `classify` looks at together
+MOST_FOUND = (1 << 31) - (1 << 20)  # positions in the scratch are int32
+SCAN = 4096  # groups that the one program of `scan` looks at together
+APART = kinds.APART.value
+
+
+def encode(
+    grad: Tensor,
+    moment: Tensor,
+    residual: Tensor,
+    variance: Tensor,
+    active: Tensor | None,
+    layout: Layout,
+    rule: Rule,
+    capacity: Sequence[int],
+    step: int,
+    chunk: int,
+    shape: Shape = ENCODE,
+) -> Selection:
+    """As `reference.encode`: one pass over the bucket (with a density, two), then short kernels over who passed."""
+    assert shape.size < 256 * LANES, "a lane counts its candidates of a class in eight bits"
+    tiles = tiles_of(layout, residual.device, chunk, shape.size, shape.group)
+    n_words, n_slots = sum(capacity), len(layout)
+    report = _report(n_words, n_slots, tiles.n_chunks, residual.device)
+    if not tiles.n_tiles:
+        return _nothing(report, active)
+    state, cut, test, *others = _records(tiles, active, rule, step, capacity, (residual, variance))
+    if rule.density is not None:
+        test = limited(grad, moment, state, cut, test, tiles, layout, rule, active is None)
+    records = (state, cut, test, *others)
+    _quantum, found, sums, plan = others
+    sizes, by_group = {"size": shape.size, "group": shape.group}, (tiles.n_groups,)
+    many = {"num_warps": shape.warps, "maxnreg": shape.registers, **sizes, **UNFUSED}
+    for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
+        inputs = (grad, moment, *records, kinds.Visit(*visit))
+        encoding.stream_kernel[(len(visit[0]),)](*inputs, all_live=active is None, whole=whole, **many)
+    encoding.classify_kernel[by_group](*records, lanes=LANES, **sizes, **UNFUSED)
+    sharing.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, **UNFUSED)
+    sharing.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)
+    block = EMIT_MANY if n_words * shape.size > MANY * layout.numel else EMIT
+    _emit(records, report, tiles, block, sizes, rule.feedback)
+
+    def undo() -> None:
+        emitting.put_back_kernel[by_group](state, cut, found, lanes=block.lanes, **sizes)
+
+    return _selection(report, undo)
+
+
+def _emit(
+    records: tuple[Any, ...], report: kinds.Report, tiles: Tiles, block: Block, sizes: dict[str, int], feedback: bool
+) -> None:
+    options: dict[str, Any] = {"feedback": feedback, "lanes": block.lanes, **sizes, **UNFUSED}
+    rows = min(block.rows, tiles.group)
+    grid = (tiles.n_groups * (tiles.group // rows),)
+    emitting.emit_kernel[grid](*records, report, rows=rows, num_warps=block.warps, **options)
+    emitting.emit_cut_kernel[(tiles.n_groups,)](*records, report, len(report.words), **options)
+
+
+def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> kinds.Report:
+    sizes = (n_words, n_chunks, n_slots * (WINDOW + 1), n_slots, n_slots)
+    made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
+    made.append(torch.empty(1, dtype=torch.uint8, device=device))
+    return kinds.Report(*made)
+
+
+def _selection(report: kinds.Report, undo: Callable[[], None]) -> Selection:
+    words, counts, codes, exponents, passed, finite = report
+    codes, finite = codes.view(-1, WINDOW + 1), finite.view(torch.bool).squeeze(0)
+    return Selection(words, counts, codes, exponents, passed, finite, undo)
+
+
+def _nothing(report: kinds.Report, active: Tensor | None) -> Selection:
+    """Of a bucket without elements."""
+    for tensor in report:
+        tensor.zero_()
+    report.exponents.fill_(-128)
+    report.finite.fill_(1)
+    if active is not None:
+        report.passed.copy_(active.int() - 1)
+    return _selection(report, lambda: None)
+
+
+def _records(
+    tiles: Tiles,
+    active: Tensor | None,
+    rule: Rule,
+    step: int,
+    capacity: Sequence[int],
+    state: tuple[Tensor, Tensor],
+) -> tuple[Any, ...]:
+    """What all kernels of one encode are given: memory of their own, the geometry and the rule."""
+    device, n_slots, n_tiles, n_groups = state[0].device, tiles.n_slots, tiles.n_tiles, tiles.n_groups
+
+    def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    live = tiles.all_live if active is None else active.view(torch.uint8)
+    geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin, tiles.first_of_slot)
+    cut = kinds.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
+    eights, n_found = _room(tiles, sum(capacity))
+    lists = (empty(n_found, torch.int16), empty(n_found, torch.float32), empty(n_found, torch.float32))
+    found = kinds.Found(*lists, empty(n_tiles), empty(n_tiles), empty(n_tiles))
+    n_zeros = APART + (APART + 4) * n_slots
+    host = np.zeros(n_zeros + 2 + n_slots, np.int64)
+    host[n_zeros:] = step * GOLDEN, eights, *capacity
+    zeros = on_device(host, device)  # with the numbers, in one copy: a kernel that only writes zeros takes 3 us
+    tops, asked, totals = (zeros[APART:].view(torch.int32)[APART * n_slots * i :] for i in range(3))
+    sums = kinds.Sums(zeros[:2], zeros[2:3].view(torch.int32), tops, asked, totals)
+    sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups, n_tiles)
+    plan = kinds.Plan(zeros[n_zeros:], *(empty(size) for size in sizes))
+    return kinds.State(*state), cut, _test(rule), _quantum(rule), found, sums, plan
+
+
+def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:
+    """Eights of candidates in the scratch, and its length: with a reserve for the sent elements of spilled tiles.
+
+    Half as many again as can be sent, because some are below the window or without room; a tile takes whole eights.
+    """
+    most = -(-tiles.numel // 8) + tiles.n_tiles
+    eights = min(most, (n_words + n_words // 2) // 8 + 2 * tiles.size + tiles.n_tiles, (MOST_FOUND - n_words) // 8)
+    return eights, 8 * eights if eights == most else 8 * eights + n_words
+
+
+def _test(rule: Rule) -> kinds.Test:
+    """Without the limits of a density."""
+    least, floor = np.float32(SMALLEST), np.float32(rule.floor)
+    if rule.tau is not None:  # |r| > tau
+        least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
+    alpha, zeta, bound, square = (float(np.float32(x)) for x in (rule.alpha, rule.zeta, least, floor * floor))
+    return kinds.Test(alpha, zeta, bound, square, tl.constexpr(False), tl.constexpr(0))
+
+
+def _quantum(rule: Rule) -> kinds.Quantum:
+    tau = np.float32(rule.tau or 0)
+    constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None)
+    half, unbiased, hybrid = (tl.constexpr(constant) for constant in constants)
+    return kinds.Quantum(half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau))

@@ -1,0 +1,55 @@
+"""Step 3 for CUDA where a density is wanted: the histogram of the scores (limits.py), a Triton kernel.
+
+histogram   reads every element once and writes nothing but counts: in shared memory, and from there, what is not zero,
+            to those of the tensor. Integers: the order in which they are added is of no account.
+"""
+
+# Kernels are typed by Triton, not by Python.
+# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gradwire.codec import limits
+from gradwire.codec.gpu import shared
+from gradwire.codec.gpu.records import ALIGN, four, summed
+
+BINS, SHIFT = tl.constexpr(limits.BINS), tl.constexpr(limits.SHIFT)
+
+
+@triton.jit
+def count_tile(grad, moment, state, base, low, high, test, memory, whole: tl.constexpr, size: tl.constexpr):
+    """Adds the scores of one tile to the histogram in shared memory; those outside of it are 0, and do not count."""
+    r, v, g, m = four(grad, moment, state, base, low, high, whole, size)
+    a, b, _good = summed(r, v, g, m)
+    score = a * a - b * test.alpha
+    shared.increment(memory, score.to(tl.int32, bitcast=True) >> SHIFT, (score > 0) & (tl.abs(a) >= test.least))
+
+
+@triton.jit
+def histogram_kernel(
+    grad, moment, state, cut, test, histogram,
+    all_live: tl.constexpr, size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr,
+):  # fmt: skip
+    """One program for `rows` tiles of a group, which are of one tensor; the last ones may be empty."""
+    first, memory = tl.program_id(0) * rows, shared.reserve(BINS)
+    slot = tl.load(cut.slot + first // group)
+    live = True
+    if not all_live:
+        live = tl.load(cut.live + slot) != 0
+    if live & (tl.load(cut.high + first) > tl.load(cut.low + first)):
+        shared.clear(memory, BINS)
+        tl.debug_barrier()
+        for tile in tl.range(first, first + rows):
+            low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
+            base = tl.multiple_of(tl.load(cut.base + tile), ALIGN)
+            if high - low == size:
+                count_tile(grad, moment, state, base, low, high, test, memory, True, size)
+            elif high > low:
+                count_tile(grad, moment, state, base, low, high, test, memory, False, size)
+        tl.debug_barrier()
+        counts = shared.get(memory, tl.arange(0, BINS))
+        its_bins = histogram + slot.to(tl.int64) * BINS + tl.arange(0, BINS)
+        tl.atomic_add(its_bins, counts, mask=counts != 0, sem="relaxed")

@@ -1,0 +1,79 @@
+"""VGC's workers in one process abreast: every kernel is called once for all of them. Steps 2 to 6.
+
+A vector of W workers is cut into W chunks, so the words of a chunk are a worker's own, bit for bit. They go straight
+to the decoder's sum: no message is written, and its length is known from its room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwire import codec as kernels
+from gradwire.codec.header import WORD_BYTES
+from gradwire.layout import Layout
+from gradwire.methods.base import Context, tensors
+from gradwire.methods.strom import Strom, StromState
+from gradwire.methods.vgc import VGC
+
+
+@dataclass
+class Crossing:
+    """One step of all workers, on the device."""
+
+    mean: Tensor  # [N]
+    finite: Tensor  # bool []
+    passed: Tensor  # int32 [W, K]
+    sent: Tensor  # integers [W, K]
+    norm: Tensor  # [], |sent|_1 of all workers
+    undo: Callable[[], None]
+    n_bytes: int  # of one message
+
+
+def fits(compressor: Any, layout: Layout) -> bool:
+    """Whether it can be done: for the methods of these kernels, where a worker's message is one chunk."""
+    return isinstance(compressor, VGC | Strom) and layout.numel <= kernels.CHUNK
+
+
+class Abreast:
+    """The state of W workers in one, and what they do in a step."""
+
+    def __init__(self, compressor: VGC | Strom, layout: Layout, workers: int, device: torch.device) -> None:
+        self.layout, self.workers = layout, workers
+        self.use(compressor)
+        self.whole = Layout.of((slot.name, slot.shape) for _ in range(workers) for slot in layout)
+        self.state = compressor.init(self.whole, device)
+
+    def use(self, compressor: VGC | Strom) -> None:
+        self.vgc = compressor if isinstance(compressor, VGC) else compressor.as_vgc
+
+    def states(self) -> list[Any]:
+        """Each worker's, as views."""
+        shape = (self.workers, self.layout.numel)
+        rows = zip(*(tensor.view(shape) for tensor in tensors(self.state)), strict=True)
+        return [type(self.state)(*row) for row in rows]
+
+    def __call__(self, grads: Tensor, moments: Tensor, context: Context) -> Crossing:
+        """grads and moments are [W, N]."""
+        state, vgc, shape = self.state, self.vgc, (self.workers, len(self.layout))
+        moment = state.moment if isinstance(state, StromState) else moments.flatten()
+        kernel, chunk = kernels.select(grads.device), self.layout.numel
+        room = context.capacity * self.workers
+        chosen = vgc.choose(grads.flatten(), moment, state, context, self.whole, room, chunk)
+        out, exponents = torch.zeros_like(grads[0]), chosen.exponents.view(shape)
+        if sum(context.capacity):
+            words, sound = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)
+            kernel.add(words, chosen.counts[:, None], sound, exponents, self.layout, vgc.rule, kernels.CHUNK, out)
+        passed, sent = chosen.passed.view(shape), chosen.codes.sum(1).view(shape)
+        n_bytes = WORD_BYTES * vgc.shape(context).words
+        return Crossing(out, chosen.finite, passed, sent, vgc.norm(chosen), chosen.undo, n_bytes)
+
+    def _words(self, chosen: kernels.Selection, room: int) -> Tensor:
+        """[W, room]: behind a worker's last word there are others'."""
+        starts = chosen.counts.long().cumsum(0) - chosen.counts
+        index = starts[:, None] + torch.arange(room, device=starts.device)
+        return chosen.words[index.clamp_(max=len(chosen.words) - 1)]

@@ -1,7 +1,0 @@
-"""Workers as hosts of their own, on one machine: network namespaces with shaped links, for `gradwire lab` and tests."""
-
-from gradwire.lab.iproute import LabError, missing
-from gradwire.lab.leftovers import clean
-from gradwire.lab.namespaces import Counters, Lab
-
-__all__ = ["Counters", "Lab", "LabError", "clean", "missing"]

@@ -1,0 +1,227 @@
+"""AdaComp, selection by bins: steps 2 to 4 and 6 (Chen et al., arXiv:1712.02679)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire import codec as kernels
+from gradwire.codec import header
+from gradwire.codec.compact_blocks import Blocks, block_length, room_words
+from gradwire.codec.compiling import compiles
+from gradwire.codec.interface import GOLDEN, NOTHING
+from gradwire.layout import Layout
+from gradwire.methods.base import Arrival, Context, Message
+from gradwire.methods.held import Held, Residual
+
+BROKEN = ("does not hold what its directory says", "has a scale that is no number >= 0")
+PLACE = kernels.CHUNK - 1  # the bits of a word that say where
+
+
+class Bins(NamedTuple):
+    """How a bucket is cut, on one device: B bins, none across two tensors; K tensors."""
+
+    lengths: Tensor  # int64 [B], elements of each bin
+    in_tensor: Tensor  # int64 [K], bins of each tensor
+    begins: Tensor  # int64 [B + 1], where the bins begin, and the last ends
+    edges: Tensor  # int64 [K + 1], the same of the tensors
+
+
+class Counted(NamedTuple):
+    """Who passes, where nobody waits to know how many: the number of them up to each place."""
+
+    upto: Tensor  # int32 [N]
+
+    def before(self, places: Tensor) -> Tensor:
+        """How many pass before each place."""
+        return self.upto[(places - 1).clamp(min=0)].where(places > 0, 0).long()
+
+    def at(self, ordinals: Tensor) -> Tensor:
+        """Where the i-th is; beyond the last one any place of the bucket."""
+        return torch.searchsorted(self.upto, (ordinals + 1).int()).clamp_(max=len(self.upto) - 1)
+
+
+class Listed(NamedTuple):
+    """The same, where their places are known."""
+
+    places: Tensor  # int64 [n], ascending
+
+    def before(self, places: Tensor) -> Tensor:
+        return torch.searchsorted(self.places, places)
+
+    def at(self, ordinals: Tensor) -> Tensor:
+        n_places = len(self.places)
+        return self.places[ordinals.clamp(max=n_places - 1)] if n_places else torch.zeros_like(ordinals)
+
+
+Passing = Counted | Listed
+
+
+class Chosen(NamedTuple):
+    """What is sent, without waiting for how many that are: M is the room of all tensors together."""
+
+    places: Tensor  # int64 [M], ascending; behind the last that counts some place of the bucket
+    tensors: Tensor  # int64 [M], which tensor each is in
+    valid: Tensor  # bool [M], the first sum(counts)
+    counts: Tensor  # int64 [K], elements sent of each tensor
+    passed: Tensor  # int64 [K], elements that asked for room
+
+
+@dataclass(frozen=True)
+class AdaComp(Held):
+    """Sends what this step's gradient brings up to the largest of its bin, as a sign and a place.
+
+    G = r + g, H = G + g; an element goes where |H| >= max |G| of its bin, as sign(G) s, and r = G - what was sent; s is
+    the mean of max |G| over the bins of a tensor.
+    bin: consecutive elements that are compared; convolution_bin: the same in tensors of three dimensions and more.
+    Where room is short, a place that changes with the step says who goes first: all that pass are about as large.
+    """
+
+    bin: int = 500
+    convolution_bin: int = 50
+
+    needs_room: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for name in ("bin", "convolution_bin"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"AdaComp: {name} must be a whole number >= 1, got {value}")
+
+    def encode(self, grad: Tensor, moment: Tensor, state: Residual, context: Context) -> Message:
+        bins, residual = _bins(context.layout, self.bin, self.convolution_bin, grad.device), state.residual
+        passing, largest, finite = _select(grad, residual, bins, context)
+        sums = torch.segment_reduce(largest.double(), "sum", lengths=bins.in_tensor, initial=0, unsafe=True)
+        scales = (sums / bins.in_tensor.clamp(min=1)).float()
+        chosen = _fit(passing, bins, context)
+        before = residual[chosen.places]
+        values = torch.copysign(scales[chosen.tensors], before).masked_fill_(~chosen.valid, 0.0)
+        residual.index_add_(0, chosen.places, values, alpha=-1)
+
+        def undo() -> None:
+            residual[chosen.places] = before  # a place that stands there twice has the same value twice
+
+        passed = chosen.passed.int() if context.active is None else chosen.passed.int().where(context.active, -1)
+        data = self._message(finite, chosen, passed, before, scales, context)
+        return Message(data, undo, chosen.counts, passed, (chosen.counts * scales).sum())
+
+    def _message(
+        self, finite: Tensor, chosen: Chosen, passed: Tensor, before: Tensor, scales: Tensor, context: Context
+    ) -> Tensor:
+        kernel, chunk = kernels.select(before.device), kernels.CHUNK
+        words = (chosen.places % chunk).int() | torch.signbit(before).int() << 31
+        counts = torch.zeros(self._shape(context).chunks, dtype=torch.int32, device=before.device)
+        counts.index_add_(0, chosen.places // chunk, chosen.valid.int())
+        codes = torch.nn.functional.pad(chosen.counts[:, None].int(), (0, 7))  # signs only: d = 0
+        orders, packed = kernel.pack(words.masked_fill_(~chosen.valid, 0), counts, codes, self._blocks(context), chunk)
+        body = torch.cat([packed, scales.view(torch.int32)])
+        none = torch.full_like(passed, NOTHING)
+        parts = header.Parts(finite, torch.zeros_like(counts), passed, none, orders, body)
+        return kernel.seal(self._shape(context), context.step, parts)
+
+    def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
+        """out = the mean over the ranks, in rank order; nothing changes on error."""
+        kernel, shape, blocks = kernels.select(out.device), self._shape(context), self._blocks(context)
+        problems = kernel.inspect(messages, shape, context.step)
+        body, orders, sound = messages[:, shape.body], messages[:, shape.orders], ~problems.any(1)
+        words, counts, broken = kernel.unpack(orders, body[:, : blocks.words], sound, blocks, kernels.CHUNK)
+        scales = body[:, blocks.words :].contiguous().view(torch.float32)
+        wrong = ~(torch.isfinite(scales) & (scales >= 0)).all(1)
+        problems = torch.cat([problems, broken[:, None], wrong[:, None]], 1)
+
+        def refuse() -> None:
+            header.refuse(problems, header.PROBLEMS + BROKEN, messages, shape, context.step)
+
+        if out.device.type == "cpu":
+            refuse()
+        mean, bad = out.zero_() if out.device.type == "cpu" else torch.zeros_like(out), problems.any()
+        for rank in range(len(messages)):
+            used = counts[rank] * ~problems[rank].any()
+            _add(words[rank], used, scales[rank] * (1 / len(messages)), mean, context.layout)
+        if mean is not out:
+            torch.where(bad, out, mean, out=out)
+        return Arrival((messages[:, 5] & 1).all(), messages[:, shape.passed].amax(0), bad, refuse)
+
+    def words(self, numel: int, room: int) -> int:
+        """In the body, for one tensor: the compact format at its worst, and the scale."""
+        if room == 0:
+            return 1
+        words, n_blocks = room_words(numel, room, hybrid=True), -(-numel // block_length(numel, room))
+        return -(-n_blocks * words.bit_length() // 32) + words + 1
+
+    def _shape(self, context: Context) -> header.Shape:
+        room = self._blocks(context).words + len(context.layout)
+        return header.Shape(context.layout, room, kernels.CHUNK, header.COMPACT)
+
+    def _blocks(self, context: Context) -> Blocks:
+        return Blocks.of(context.layout, context.capacity, hybrid=True)
+
+
+def _select(grad: Tensor, residual: Tensor, bins: Bins, context: Context) -> tuple[Passing, Tensor, Tensor]:
+    """r = G; who passes, max |G| of the bins [B], 0 in tensors without a gradient, and whether all was finite."""
+    active, numel = context.active, context.layout.numel
+    live = None if active is None else torch.repeat_interleave(active, bins.in_tensor, output_size=len(bins.lengths))
+    if compiles(grad.device):
+        from gradwire.methods.adacomp import cpu as compiled_adacomp
+
+        places, largest, finite = compiled_adacomp.select(residual, grad, live, bins.begins)
+        return Listed(places), largest, finite
+    bad = ~torch.isfinite(residual + grad)
+    good = context.only(grad.masked_fill(bad, 0.0))
+    residual += good  # a bad value adds nothing
+    largest = torch.segment_reduce(residual.abs(), "max", lengths=bins.lengths, unsafe=True)
+    reach = torch.repeat_interleave(largest, bins.lengths, output_size=numel)
+    passes = ((residual + good).abs() >= reach) & (residual != 0)
+    if live is not None:
+        largest = largest.where(live, 0.0)
+        awake = torch.repeat_interleave(live, bins.lengths, output_size=numel)
+        passes, bad = passes & awake, bad & awake
+    return Counted(passes.cumsum(0, dtype=torch.int32)), largest, ~bad.any()
+
+
+def _fit(passing: Passing, bins: Bins, context: Context) -> Chosen:
+    """Those that pass and have room: tensor by tensor, from a place on that rotates, and from the front again."""
+    device = bins.edges.device
+    starts = [context.step * GOLDEN % max(1, slot.numel) for slot in context.layout]
+    start, room = torch.tensor([starts, context.capacity]).to(device, non_blocking=True)
+    begin = passing.before(bins.edges[:-1])
+    passed = passing.before(bins.edges[1:]) - begin
+    counts = torch.minimum(passed, room)
+    skipped = (passing.before(bins.edges[:-1] + start) - begin).where(passed > room, 0)
+    again = (skipped + counts - passed).clamp(min=0)  # sent from the front
+
+    number, ends = torch.arange(sum(context.capacity), device=device), counts.cumsum(0)
+    tensors = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
+    within = number - (ends - counts)[tensors]
+    ordinal = begin[tensors] + within + (skipped - again)[tensors].where(within >= again[tensors], 0)
+    return Chosen(passing.at(ordinal), tensors, number < ends[-1], counts, passed)
+
+
+def _add(words: Tensor, counts: Tensor, scales: Tensor, out: Tensor, layout: Layout) -> None:
+    """out += sign * scale of the first sum(counts [C]) of one rank's words."""
+    number, ends = torch.arange(len(words), device=out.device), counts.cumsum(0)
+    chunk = torch.searchsorted(ends, number, right=True)
+    idle = number >= ends[-1]
+    places = ((words & PLACE) + chunk * kernels.CHUNK).masked_fill_(idle, 0)
+    sizes = scales[layout.slot_of(places)].masked_fill_(idle, 0.0)
+    out.index_add_(0, places, torch.where(words < 0, -sizes, sizes))
+
+
+@lru_cache(maxsize=64)
+def _bins(layout: Layout, length: int, convolution_length: int, device: torch.device) -> Bins:
+    """Made once a bucket: every bin but a tensor's last is full."""
+    lengths: list[int] = []
+    in_tensor: list[int] = []
+    for slot in layout:
+        full = length if len(slot.shape) < 3 else convolution_length
+        whole, rest = divmod(slot.numel, full)
+        lengths += [full] * whole + [rest] * (rest > 0)
+        in_tensor.append(whole + (rest > 0))
+    edges = [0, *(slot.offset + slot.numel for slot in layout)]
+    columns = (lengths, in_tensor, [0, *accumulate(lengths)], edges)
+    return Bins(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))

@@ -1,0 +1,134 @@
+"""FP8's rounding and adding as machine code for the CPU: the same codes and bits as torch's own conversions."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.arithmetic.runs import Runs
+from gradwire.arithmetic.runs_cpu import MAGNITUDE, largest, parts
+from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.threads import shared
+from gradwire.methods.fp8.definition import CODE, FORMATS
+
+__all__ = ["add", "largest", "largest_codes", "round_to"]
+
+MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
+BIAS = {"e4m3": 7, "e5m2": 15}
+MANTISSA, SIGN = np.int32(0x007FFFFF), np.int32(0x80)
+TILE = 4096  # elements of a result that stay in the first cache while all ranks are added to them
+
+
+def round_to(format: str, grad: Tensor, scale: Tensor, codes: Tensor, runs: Runs) -> None:
+    """codes [N] = the nearest of the format to grad / scale, to the even one of two."""
+    shift = np.int32(23 - MANTISSA_BITS[format])
+    least = np.int32((128 - BIAS[format]) << 23)  # the bits of its smallest normal number, 2^(1 - bias)
+    # below it the numbers are evenly spaced, as float32's are from `even` on: adding that rounds to them
+    even = np.float32(2.0 ** (1 - BIAS[format] - MANTISSA_BITS[format] + 23))
+    rule = (shift, least, even)
+    shared(parts(runs.numel), _round, grad.numpy(), scale.numpy(), *rule, runs.ends, codes.numpy())
+
+
+def largest_codes(codes: Tensor) -> Tensor:
+    """The largest code of each rank without its sign, uint8 [W]."""
+    pieces = parts(codes.shape[1])
+    tops = np.zeros((len(pieces), len(codes)), np.uint8)
+    shared(pieces, _largest_codes, codes.numpy(), tops)
+    return torch.from_numpy(tops.max(0))
+
+
+def add(format: str, codes: Tensor, shares: Tensor, out: Tensor, runs: Runs) -> None:
+    """out += share * code of each rank, in rank order."""
+    table = _numbers(format).numpy()
+    shared(parts(runs.numel), _add, codes.numpy(), shares.numpy(), table, runs.ends, out.numpy())
+
+
+@functools.cache
+def _numbers(format: str) -> Tensor:
+    """What each of the 256 codes means."""
+    return torch.arange(256, dtype=torch.uint8).view(FORMATS[format]).float()
+
+
+@compiled
+def _round(
+    part: int,
+    begin: int,
+    end: int,
+    grad: Array,
+    scales: Array,
+    shift: np.int32,
+    least: np.int32,
+    even: np.float32,
+    ends: Array,
+    codes: Array,
+) -> None:
+    run, at = np.searchsorted(ends, begin, side="right"), begin
+    scaled, spaced = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    while at < end:
+        while ends[run] <= at:
+            run += 1
+        stop = min(end, ends[run], at + TILE)
+        _divide(grad[at:stop], scales[run], even, scaled, spaced)
+        _encode(scaled.view(np.int32), spaced.view(np.int32), shift, least, codes[at:stop])
+        at = stop
+
+
+@compiled
+def _divide(grad: Array, scale: np.float32, even: np.float32, scaled: Array, spaced: Array) -> None:
+    for i in range(grad.size):
+        scaled[i] = grad[i] / scale
+        spaced[i] = abs(scaled[i]) + even
+
+
+@compiled
+def _encode(scaled: Array, spaced: Array, shift: np.int32, least: np.int32, codes: Array) -> None:
+    """From the bits of both; `even` is a power of two, so the mantissa of `spaced` is the code of a small one."""
+    one = np.int32(1)
+    half = (one << (shift - one)) - one
+    rebias = (least >> shift) - (one << (np.int32(23) - shift))
+    for i in range(codes.size):
+        size = scaled[i] & MAGNITUDE
+        normal = ((size + half + ((size >> shift) & one)) >> shift) - rebias
+        code = normal if size >= least else spaced[i] & MANTISSA
+        codes[i] = np.uint8(code | ((scaled[i] >> np.int32(24)) & SIGN))
+
+
+@compiled
+def _largest_codes(part: int, begin: int, end: int, codes: Array, tops: Array) -> None:
+    for rank in range(codes.shape[0]):
+        tops[part, rank] = _top(codes[rank, begin:end])
+
+
+@compiled
+def _top(codes: Array) -> np.uint8:
+    top = np.uint8(0)
+    for i in range(codes.size):
+        top = max(top, codes[i] & np.uint8(CODE))
+    return top
+
+
+@compiled
+def _add(part: int, begin: int, end: int, codes: Array, shares: Array, table: Array, ends: Array, out: Array) -> None:
+    """Tile by tile, all ranks: the result goes through the cache once."""
+    start = np.searchsorted(ends, begin, side="right")
+    for first in range(begin, end, TILE):
+        last = min(end, first + TILE)
+        while ends[start] <= first:
+            start += 1
+        for rank in range(codes.shape[0]):
+            run, at = start, first
+            while at < last:
+                while ends[run] <= at:
+                    run += 1
+                stop = min(last, ends[run])
+                _add_run(codes[rank, at:stop], shares[rank, run], table, out[at:stop])
+                at = stop
+
+
+@compiled
+def _add_run(codes: Array, share: np.float32, table: Array, out: Array) -> None:
+    for i in range(codes.size):
+        out[i] += table[codes[i]] * share

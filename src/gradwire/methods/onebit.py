@@ -1,0 +1,59 @@
+"""1-bit SGD (Seide, Fu, Droppo, Li, Yu, Interspeech 2014; described in the survey of Tang et al., arXiv:2003.06307)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire.arithmetic import signs
+from gradwire.arithmetic.runs import columns_of
+from gradwire.codec import fields
+from gradwire.layout import Layout
+from gradwire.methods.base import Context
+from gradwire.methods.fixed import Body, Fixed
+from gradwire.methods.held import Held
+
+
+@dataclass(frozen=True)
+class OneBit(Held, Fixed):
+    """Sends the sign of every element and two values a column: the means of its positive and of its negative ones.
+
+    p = r + g; sent = the mean of the column's p >= 0 where p >= 0, the mean of its p < 0 elsewhere; r = p - sent.
+
+    A column is what belongs to one output unit: a row of torch's weight [O, ...]; a vector or a scalar is one column.
+    On the wire: 1 bit an element and 64 bits a column, so 1 + 64 / L bits an element for columns of L: 1.02 for a 3x3
+    convolution of 512 channels, 3.4 for one of the 3 colours, and for L <= 2 more than float32 takes.
+    """
+
+    alike: ClassVar[bool] = True  # nothing in a step depends on its number
+
+    def body_words(self, layout: Layout) -> int:
+        return 2 * len(columns_of(layout)) + fields.n_words(layout.numel, 1)
+
+    def write(self, grad: Tensor, state: Any, context: Context) -> Body:
+        runs = columns_of(context.layout)
+        largest = signs.gather(grad, state.residual, runs)  # grad is p from here on
+        sums, lengths = signs.sides(grad, largest, runs), runs.lengths(grad.device)
+        n_above = lengths - sums.n_below
+        # where there is no gradient both are 0: nothing is sent, and p - 0 is the r there was
+        high = runs.active((sums.above / n_above.clamp(min=1)).float(), context.active)
+        low = runs.active((sums.below / sums.n_below.clamp(min=1)).float(), context.active)
+        norm = (high.double() * n_above + low.double() * sums.n_below).sum().float()
+        low = -low
+        bits = signs.settle(grad, high, low, False, state.residual, runs)
+        words = torch.cat([high.view(torch.int32), low.view(torch.int32), bits])
+        return Body(words, norm, lambda: state.residual.copy_(grad))
+
+    def read(self, bodies: Tensor, context: Context) -> tuple[signs.Said, Tensor]:
+        runs = columns_of(context.layout)
+        values = bodies[:, : 2 * len(runs)].contiguous().view(torch.float32)
+        high, low = values[:, : len(runs)], values[:, len(runs) :]
+        sound = ((high >= 0) & (high <= signs.LARGEST) & (low <= 0) & (low >= -signs.LARGEST)).all(1)
+        share = 1 / len(bodies)
+        return signs.Said(bodies[:, 2 * len(runs) :], high * share, low * share), ~sound
+
+    def add_all(self, said: signs.Said, out: Tensor, context: Context) -> None:
+        signs.add(*said, out, columns_of(context.layout))

@@ -1,0 +1,162 @@
+"""The largest elements of each tensor; with momentum Deep Gradient Compression (Lin et al., arXiv:1712.01887)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradwire import codec as kernels
+from gradwire.codec import header, places
+from gradwire.codec.places import Code
+from gradwire.codec.quota import Quota, check_density
+from gradwire.layout import Layout
+from gradwire.methods.base import Context
+from gradwire.methods.fixed import Body, Fixed
+from gradwire.methods.held import Held, Residual
+from gradwire.methods.momentum import check_momentum, quicken
+from gradwire.methods.topk.largest import largest
+
+DENSITY = 0.01
+WARM = 0.25  # the density at the beginning of the warm-up
+
+
+@dataclass
+class Velocity(Residual):
+    """The residual, and the momentum that goes into it."""
+
+    velocity: Tensor = field(metadata={"power": 1})  # u
+
+
+@dataclass(frozen=True)
+class TopK(Held, Fixed):
+    """Sends the k = max(1, floor(density n)) largest |r| of every tensor as float32 with their places: r += g.
+
+    With a momentum m: u = m u + g, r += u, and u = r = 0 where an element is sent.
+
+    density: the share of the elements that is sent, 0.01 if nothing is said; or ratio: 1 / density.
+    momentum: of the local velocity, in [0, 1); 0: none. The optimizer's own must then be 0.
+    clip: the norm of each tensor's gradient on each worker is at most clip / sqrt(W). The paper takes the norm over
+        all tensors, which no bucket knows.
+    warmup: steps in which the density falls from 0.25 to its own, by the same factor in each.
+    exact: always k elements. Else a threshold from a sample may let fewer pass, now and then: these are the largest
+        all the same (see largest.py).
+    """
+
+    density: float | None = None
+    ratio: float | None = None
+    momentum: float = 0.0
+    clip: float | None = None
+    warmup: int = 0
+    exact: bool = False
+
+    needs_moments: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.density is not None and self.ratio is not None:
+            raise ValueError(
+                f"TopK: density ({self.density}) and ratio ({self.ratio}) say the same thing: give one of them"
+            )
+        if self.ratio is not None:
+            if not 1 <= self.ratio < math.inf:
+                raise ValueError(f"TopK: ratio must be a finite number >= 1, got {self.ratio}")
+            object.__setattr__(self, "density", 1 / self.ratio)
+            object.__setattr__(self, "ratio", None)
+        if self.density is None:
+            object.__setattr__(self, "density", DENSITY)
+        check_density("TopK", self._final)
+        check_momentum("TopK", self.momentum)
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"TopK: clip must be a finite number > 0, got {self.clip}")
+        if self.warmup < 0:
+            raise ValueError(f"TopK: warmup must be >= 0 steps, got {self.warmup}")
+
+    @property
+    def _final(self) -> float:
+        assert self.density is not None
+        return self.density
+
+    def density_of(self, step: int) -> float:
+        """0.25 (density / 0.25)^(step / warmup) in the warm-up; six digits, as libraries differ in the last one."""
+        if step >= self.warmup or self._final >= WARM:
+            return self._final
+        return float(f"{WARM * (self._final / WARM) ** (step / self.warmup):.6g}")
+
+    @property
+    def alike(self) -> bool:
+        """Whether nothing in a step depends on its number."""
+        return self.exact and not self.warmup
+
+    def init(self, layout: Layout, device: torch.device) -> Residual:
+        state: Residual = super().init(layout, device)
+        return Velocity(state.residual, torch.zeros_like(state.residual)) if self.momentum else state
+
+    def body_words(self, layout: Layout) -> int:
+        """After the warm-up."""
+        return _body_words(Quota.of(layout, self._final))
+
+    def _shape(self, context: Context) -> header.Shape:
+        room = 0 if context.dense else _body_words(self._quota(context))
+        return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
+
+    def _quota(self, context: Context) -> Quota:
+        return Quota.of(context.layout, self.density_of(context.step))
+
+    def accumulate(self, grad: Tensor, state: Any, context: Context) -> None:
+        """u = m u + g; r += u. Tensors without a gradient keep both."""
+        if self.clip is not None:
+            grad = _clipped(grad, context.layout, self.clip / context.world_size**0.5)
+        state.residual += quicken(state.velocity, grad, self.momentum, context) if self.momentum else grad
+
+    def write(self, grad: Tensor, state: Any, context: Context) -> Body:
+        quota = self._quota(context)
+        self.accumulate(grad, state, context)
+        index, values = largest(state.residual, quota, context.step, self.exact, context.active)
+        held = [(state.residual, values)]
+        if self.momentum:
+            held.append((state.velocity, torch.where(values != 0, state.velocity[index], 0.0)))
+        for tensor, sent in held:
+            tensor.index_add_(0, index, sent, alpha=-1)  # leaves 0; a place that only fills up the message stays
+
+        def undo() -> None:
+            for tensor, sent in held:
+                tensor.index_add_(0, index, sent)
+
+        owner = quota.tensor(grad.device)
+        within = index - quota.table(grad.device).offsets[owner]
+        words = torch.cat([values.view(torch.int32), places.pack(within, owner, Code.of(quota))])
+        return Body(words, values.abs().sum(), undo, quota.true_of(values != 0))
+
+    def read(self, bodies: Tensor, context: Context) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Places and values of each rank."""
+        quota = self._quota(context)
+        owner = quota.tensor(bodies.device)
+        offsets, broken, said = quota.table(bodies.device).offsets[owner], [], []
+        for body in bodies:
+            values = body[: quota.total].view(torch.float32)
+            within, wrong = places.unpack(body[quota.total :], owner, Code.of(quota))
+            index = within + offsets
+            twice = (index.diff() <= 0) & (values[1:] != 0)
+            broken.append(wrong | twice.any() | ~torch.isfinite(values).all())
+            said.append((index, values))
+        return said, torch.stack(broken)
+
+    def add_all(self, said: list[tuple[Tensor, Tensor]], out: Tensor, context: Context) -> None:
+        for index, values in said:
+            out.index_add_(0, index, values * (1 / len(said)))
+
+
+def _body_words(quota: Quota) -> int:
+    """A float32 and a place for each entry."""
+    return quota.total + Code.of(quota).words
+
+
+def _clipped(grad: Tensor, layout: Layout, most: float) -> Tensor:
+    """Every tensor with a norm of at most `most`, [N]."""
+    parts = [slot.of(grad) for slot in layout]
+    norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
+    scales = (most / norms).clamp_(max=1).float()
+    return torch.cat([part * scale for part, scale in zip(parts, scales, strict=True)])

@@ -1,0 +1,65 @@
+"""The passes of several workers as one CUDA graph with a branch for each, so that they fill the GPU together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+
+from gradwire.compile.capture_guard import calm
+from gradwire.simulation import random_state as randomness
+from gradwire.simulation.virtual_worker import Loss, Replica
+
+
+class Branches:
+    """Runs batches [W, B, ...] like the one it was captured with; the results lie in the replicas."""
+
+    def __init__(self, replicas: Sequence[Replica], loss: Loss, batch: Sequence[Tensor]) -> None:
+        device = replicas[0].gradient.device
+        self._batch = [tensor.clone() for tensor in batch]
+        self._losses = torch.zeros(len(replicas), device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        rows = [[tensor[rank] for tensor in self._batch] for rank in range(len(replicas))]
+        streams = [torch.cuda.Stream(device) for _ in replicas]  # type: ignore[no-untyped-call]
+        before = randomness.get_state(device)
+        try:
+            with calm(), ExitStack() as stack:
+                for replica in replicas:
+                    stack.enter_context(replica.capturing())
+                for replica, stream, row in zip(replicas, streams, rows, strict=True):
+                    stream.wait_stream(torch.cuda.current_stream(device))
+                    with torch.cuda.stream(stream):
+                        replica.survey(loss, row)
+                torch.cuda.synchronize(device)
+                with torch.cuda.graph(self._graph):
+                    self._record(replicas, streams, loss, rows)
+        finally:
+            randomness.set_state(before, device)
+
+    def _record(
+        self,
+        replicas: Sequence[Replica],
+        streams: Sequence[torch.cuda.Stream],
+        loss: Loss,
+        rows: Sequence[Sequence[Tensor]],
+    ) -> None:
+        main = torch.cuda.current_stream()
+        for rank, (replica, stream, row) in enumerate(zip(replicas, streams, rows, strict=True)):
+            stream.wait_stream(main)
+            with torch.cuda.stream(stream):
+                self._losses[rank].copy_(replica.record(loss, row))
+        for stream in streams:
+            main.wait_stream(stream)
+
+    def fits(self, batch: Sequence[Tensor]) -> bool:
+        return all(
+            one.shape == own.shape and one.dtype == own.dtype for one, own in zip(batch, self._batch, strict=True)
+        )
+
+    def run(self, batch: Sequence[Tensor]) -> Tensor:
+        for own, given in zip(self._batch, batch, strict=True):
+            own.copy_(given)
+        self._graph.replay()
+        return self._losses.clone()

@@ -1,0 +1,64 @@
+"""The state of one model: at rest by parameter name, in flight flat per bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from gradwire.exchange.step import Bucket
+from gradwire.layout import Layout
+from gradwire.methods.base import SAME, Stateful, of_slot, powers
+
+
+class Store:
+    """Keeps every parameter's state through rebuilt buckets, checkpoints and changed compressors."""
+
+    def __init__(self, bind: Callable[[str, Tensor], None]) -> None:
+        self._bind = bind  # tells the recorder where a parameter's moment goes
+        self._buckets: dict[Layout, Bucket] = {}
+        self._fields: dict[str, dict[str, Tensor]] = {}  # by parameter, by state field: views of the flat tensors
+        self.powers: dict[str, int] = {}  # by state field: how it goes over to another number of workers
+
+    def bucket(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
+        """The flat tensors for this layout; what is known of its parameters is carried over."""
+        if layout not in self._buckets:
+            self._buckets[layout] = self._lay(layout, compressor, device)
+        return self._buckets[layout]
+
+    def _lay(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
+        flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+        bucket = Bucket(layout, compressor.init(layout, device), flat)
+        self.powers = powers(bucket.state)
+        names = set(layout.names)
+        for slot in layout:
+            self._bind(slot.name, slot.of(bucket.moment))
+            views = of_slot(bucket.state, slot)
+            for field, old in self._fields.get(slot.name, {}).items():
+                # a field of another compressor, or of another size, means nothing here and is dropped
+                if field in views and old.shape == views[field].shape:
+                    views[field].copy_(old)
+            self._fields[slot.name] = views
+        self._buckets = {old: kept for old, kept in self._buckets.items() if names.isdisjoint(old.names)}
+        return bucket
+
+    def items(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """(parameter, its state fields as 1-D views)."""
+        return iter(self._fields.items())
+
+    def residuals(self) -> list[Tensor]:
+        """What is held back, parameter by parameter."""
+        return [fields["residual"] for fields in self._fields.values() if "residual" in fields]
+
+    def prune(self) -> None:
+        """Forgets the parameters that hold nothing back."""
+        held = {name: f for name, f in self._fields.items() if "residual" in f and bool(f["residual"].any())}
+        # which ones these are differs from rank to rank: what must be the same on all of them begins anew
+        alike = {field for field, power in self.powers.items() if power == SAME}
+        self._fields = {name: {f: v for f, v in fields.items() if f not in alike} for name, fields in held.items()}
+
+    def set(self, fields: dict[str, dict[str, Tensor]], powers: dict[str, int]) -> None:
+        """Replaces everything; the next bucket lays it out."""
+        self._buckets.clear()
+        self._fields, self.powers = fields, powers

@@ -1,0 +1,208 @@
+"""Hosts of their own on one machine: a network namespace each, joined by a bridge, with one shaped link a host."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from gradwire.tools.lab import leftovers
+from gradwire.tools.lab.iproute import call, find, missing
+from gradwire.tools.lab.rates import UNLIMITED, Link, Rate, Rates, parse_link, parse_links, token_bucket
+from gradwire.tools.train.errors import InputError
+
+INTERFACE, BRIDGE = "eth0", "bridge0"
+NETWORK = "10.213.0"  # nothing outside the namespaces sees it, so that several labs may have the same addresses
+# The settings of a namespace, each only where the machine has it and allows it.
+# IPv6: nothing is to be sent that no program has sent. Congestion control: BBR, where it is the machine's default, gave
+# one of two directions at 10 Mbit/s 57 % of its rate; cubic is most machines' own, and Reno is allowed everywhere.
+SETTINGS = """cd /proc/sys/net
+echo 1 > ipv6/conf/default/disable_ipv6
+for name in cubic reno; do echo $name > ipv4/tcp_congestion_control && break; done
+true"""
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What went over a host's interface, headers included; a packet of up to 64 KB that was never cut counts as one."""
+
+    bytes_sent: int
+    packets_sent: int
+    bytes_received: int
+    packets_received: int
+
+    def __sub__(self, before: Counters) -> Counters:
+        return Counters(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
+
+
+class Lab:
+    """`with Lab(hosts=4, rate="100Mbit") as lab:` hosts that see each other and nothing else of the machine's network.
+
+    host n: namespace gradwire-<pid>-<n>, eth0 = 10.213.0.<n+1>  --veth--  bridge in a namespace of its own
+    Both ends of every veth pair are shaped by tbf: the host's end is its way up, the bridge's end its way down.
+    """
+
+    interface = INTERFACE
+
+    def __init__(self, hosts: int, rate: Rates = UNLIMITED) -> None:
+        self.links = parse_links(rate, hosts)
+        if lacking := missing():
+            raise InputError(
+                f"a lab of network namespaces needs {lacking}. Without it, `gradwire lab --loopback` runs the same "
+                "processes on 127.0.0.1, unshaped"
+            )
+        leftovers.clean()
+        numbers = [next(_numbers) for _ in range(hosts)]
+        self.names = [f"gradwire-{os.getpid()}-{number}" for number in numbers]
+        self.bridge = f"{self.names[0]}-bridge"
+        self._processes: list[subprocess.Popen[Any]] = []
+        everything = [*self.names, self.bridge]
+        leftovers.in_use.update(everything)
+        self._restore = exit_on_signals()
+        self._end = weakref.finalize(self, _end, everything, self._processes, os.getpid())
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _build(self) -> None:
+        for name in (self.bridge, *self.names):
+            call("ip", "netns", "add", name)
+            call("ip", "netns", "exec", name, "sh", "-c", SETTINGS)
+        within = ["ip", "-n", self.bridge, "link"]
+        call(*within, "add", "name", BRIDGE, "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
+        call(*within, "set", "dev", BRIDGE, "up")
+        for host, name in enumerate(self.names):
+            port = _port(host)
+            call(*within, "add", "name", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+            call(*within, "set", "dev", port, "master", BRIDGE)
+            call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
+            self._shape(host, Link(None, None), self.links[host])
+            call(*within, "set", "dev", port, "up")
+            for device in ("lo", INTERFACE):
+                call("ip", "-n", name, "link", "set", "dev", device, "up")
+
+    def address(self, host: int) -> str:
+        """The address of a host's interface."""
+        return f"{NETWORK}.{host + 1}"
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[dict[str, str]]:
+        """torch's processes meet on host 0, which nobody outside the lab can reach."""
+        yield {}
+
+    def set_rate(self, host: int, rate: Rate) -> None:
+        """Change a host's link at once, under whatever runs; what waits in its queue is sent at the new rate."""
+        link = parse_link(rate)
+        self._shape(host, self.links[host], link)
+        self.links[host] = link
+
+    def _shape(self, host: int, before: Link, link: Link) -> None:
+        _shape(self.names[host], INTERFACE, before.up, link.up)
+        _shape(self.bridge, _port(host), before.down, link.down)
+
+    def start(
+        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a command on a host, with `env` on top of this process's environment; `options` are Popen's.
+
+        In a session of its own, so that Ctrl-C on the terminal comes here, and the lab ends what runs in it.
+        """
+        prefix = [find("ip") or "ip", "netns", "exec", self.names[host]]
+        settings: dict[str, Any] = {"start_new_session": True, **options, "env": {**os.environ, **(env or {})}}
+        process = subprocess.Popen([*prefix, *command], **settings)
+        self._processes.append(process)
+        return process
+
+    def counters(self, host: int) -> Counters:
+        """What the host's interface has sent and received since the lab was built."""
+        (shown,) = json.loads(call("ip", "-n", self.names[host], "-s", "-j", "link", "show", "dev", INTERFACE))
+        sent, received = shown["stats64"]["tx"], shown["stats64"]["rx"]
+        return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
+
+    def close(self) -> None:
+        """Kill what still runs in the namespaces and delete them; once is enough, twice does no harm."""
+        try:
+            self._end()
+        finally:
+            self._restore.close()
+
+
+def _port(host: int) -> str:
+    """The bridge's end of a host's link."""
+    return f"host{host}"
+
+
+def _shape(namespace: str, device: str, before: float | None, mbit: float | None) -> None:
+    where = ["dev", device, "root"]
+    if mbit is not None:
+        call("tc", "-n", namespace, "qdisc", "replace", *where, *token_bucket(mbit))  # of the same kind: a change
+    elif before is not None:
+        call("tc", "-n", namespace, "qdisc", "delete", *where)
+
+
+def _end(names: list[str], processes: list[subprocess.Popen[Any]], owner: int) -> None:
+    if os.getpid() != owner:
+        return  # a fork of the lab's process, which has not made it
+    try:
+        _kill(names, processes)
+    except BaseException:  # Ctrl-C once more: not half done
+        _kill(names, processes)
+        raise
+    finally:
+        leftovers.in_use.difference_update(names)
+
+
+def _kill(names: list[str], processes: list[subprocess.Popen[Any]]) -> None:
+    for process in processes:  # those too that `ip netns exec` has not yet brought into their namespace
+        process.kill()
+    leftovers.remove(names)
+    for process in processes:
+        process.wait()
+
+
+def exit_on_signals() -> contextlib.ExitStack:
+    """Make SIGTERM and SIGHUP an exit like any other, that cleans up, until the stack is closed.
+
+    Not where the program has a handler of its own, and not outside the main thread, where Python allows none.
+    """
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    stack = contextlib.ExitStack()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, leave)
+                stack.callback(_restore, number)
+    return stack
+
+
+def _restore(number: signal.Signals) -> None:
+    with contextlib.suppress(ValueError):  # a lab may be closed by another thread, which may set no handlers
+        signal.signal(number, signal.SIG_DFL)

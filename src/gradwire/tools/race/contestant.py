@@ -1,0 +1,123 @@
+"""One host of a race: trains until the test accuracy reaches the target, on a clock that stops while it is tested."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.simulation.random_state import seed_worker
+from gradwire.tools.race import methods
+from gradwire.tools.race.contest import SCORE, Run
+from gradwire.tools.race.events import Event, Teller, arguments
+from gradwire.tools.race.methods import Method
+from gradwire.tools.train import optimizers, sharding
+from gradwire.tools.train.settings import Plan
+from gradwire.tools.train.task import Share
+from gradwire.tools.train.team import Team, joined
+from gradwire.tools.train.worker import run_reporting_errors
+
+WARM = 4  # steps of a model that is thrown away: kernels are compiled and connections are open when the clock starts
+
+
+class Contestant:
+    """One training, and its clock: bytes and seconds are those of the steps, not of the tests between them."""
+
+    def __init__(self, run: Run, plan: Plan, method: Method, team: Team) -> None:
+        self.run, self.plan, self.team, self.factor = run, plan, team, method.factor
+        torch.manual_seed(plan.seed)
+        self.model: nn.Module = plan.task.make_model()
+        self.ddp = DistributedDataParallel(self.model, **method.buckets)
+        self.sent = method.begin(self.ddp)
+        decay, own = plan.weight_decay, method.momentum
+        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
+        self.steps, self.seconds, self.on_link = 0, 0.0, 0
+        self._indices = self._batches()
+        seed_worker(plan.seed, team.rank)
+
+    def _batches(self) -> Iterator[Tensor]:
+        """The samples of this host, epoch after epoch, as `gradwire train` takes them."""
+        plan, team = self.plan, self.team
+        for epoch in itertools.count():
+            rate = plan.schedule.at(epoch, team.world) * self.factor
+            optimizers.set_learning_rate(self.optimizer, rate)
+            order = sharding.epoch_order(plan.task.samples, plan.seed, epoch)
+            yield from sharding.batches(order, team.rank, team.world, plan.batch)
+
+    def train(self, steps: int) -> None:
+        """So many steps. All hosts begin and end together, so that the clock of one is the clock of all."""
+        self.team.barrier()
+        bytes_before, begin = interface_bytes(), time.perf_counter()
+        for _ in range(steps):
+            inputs, targets = self.plan.task.batch(next(self._indices))
+            self.optimizer.zero_grad(set_to_none=True)
+            self.plan.task.loss(self.ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        self.team.barrier()
+        self.seconds += time.perf_counter() - begin
+        self.on_link += interface_bytes() - bytes_before
+        self.steps += steps
+
+    def test(self) -> float:
+        """The accuracy, each host testing its share."""
+        self.team.share_buffers(self.model)
+        self.model.eval()
+        with torch.no_grad():
+            totals = self.plan.task.evaluate(self.model, Share(self.team.rank, self.team.world))
+        self.model.train()
+        return self.plan.task.score(self.team.sum(totals))[SCORE]
+
+    def standing(self) -> Event:
+        """How far it has come."""
+        shaped = os.environ.get("GLOO_SOCKET_IFNAME") != "lo"  # there one interface counts for all hosts
+        return {
+            "seconds": self.seconds,
+            "step": self.steps,
+            "accuracy": self.test(),
+            "bytes_sent": self.sent(self.steps),
+            "interface_bytes": self.on_link if shaped else None,
+        }
+
+    def race(self, tell: Teller) -> None:
+        """To the target or a limit. The accuracy is the same number on all hosts, the clock is host 0's."""
+        while True:
+            self.train(min(self.run.every, self.run.limit_steps - self.steps))
+            standing = self.standing()
+            reached = standing["accuracy"] >= self.run.target
+            late = self.steps >= self.run.limit_steps or self.seconds >= self.run.limit_s
+            (over,) = self.team.tell(int(reached or late))
+            state = "" if not over else "reached" if reached else "did not reach"
+            tell({**standing, "state": state})
+            if over:
+                return
+
+
+def interface_bytes() -> int:
+    """What this host's interface has sent since it is there."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
+        interface, _, numbers = line.partition(":")
+        if interface.strip() == name:
+            return int(numbers.split()[8])
+    return 0
+
+
+def main() -> None:
+    """`python -m gradwire.tools.race.contestant SETTINGS FILE`, once a host."""
+    settings, path = arguments(sys.argv)
+    run = Run(**settings)
+    plan, method = run.plan(), methods.parse(run.method)
+    with joined("cpu") as team:
+        Contestant(run, plan, method, team).train(WARM)
+        Contestant(run, plan, method, team).race(Teller(path, team.rank))
+
+
+if __name__ == "__main__":
+    run_reporting_errors(main)

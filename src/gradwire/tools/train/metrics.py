@@ -1,0 +1,129 @@
+"""What a run measures: traffic that adds up, one CSV row an epoch, and a summary of the whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+import gradwire
+from gradwire.state.files import write_atomic
+
+if TYPE_CHECKING:
+    from gradwire.exchange.counting import Stats
+    from gradwire.tools.train.settings import Plan
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Totals over some steps of one worker; the times are sums of milliseconds."""
+
+    steps: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    dense_bytes: int = 0
+    elements: int = 0
+    encode_ms: float = 0.0
+    exchange_ms: float = 0.0
+    decode_ms: float = 0.0
+
+    @staticmethod
+    def of(stats: Stats) -> Traffic:
+        """The totals behind a wire's means."""
+        return Traffic(
+            steps=stats.steps,
+            bytes_sent=stats.bytes_sent,
+            bytes_received=stats.bytes_received,
+            dense_bytes=stats.dense_bytes,
+            elements=sum(stats.elements_sent.values()),
+            encode_ms=stats.encode_ms * stats.steps,
+            exchange_ms=stats.exchange_ms * stats.steps,
+            decode_ms=stats.decode_ms * stats.steps,
+        )
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
+
+    def per_step(self, parameters: int) -> Row:
+        """What the columns of metrics.csv say about these steps."""
+        steps = max(self.steps, 1)
+        return {
+            "bytes_sent": self.bytes_sent,
+            "dense_bytes": self.dense_bytes,
+            "ratio": parameters * self.steps / self.elements if self.elements else float("inf"),
+            "bits_per_parameter": 8 * self.bytes_sent / (steps * parameters),
+            "encode_ms": self.encode_ms / steps,
+            "exchange_ms": self.exchange_ms / steps,
+            "decode_ms": self.decode_ms / steps,
+        }
+
+
+def columns(scores: Sequence[str]) -> list[str]:
+    """The columns of metrics.csv. Bytes, ratio and times: of the epoch, of rank 0; `seconds` is training alone."""
+    before = ["epoch", "step", "train_loss", *scores, "seconds", "ms_per_step", "workers", "learning_rate"]
+    return [*before, *Traffic().per_step(1), "delay"]
+
+
+def write_csv(path: Path, rows: Sequence[Row], scores: Sequence[str]) -> None:
+    """All rows anew, so that a resumed run never leaves a row twice."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns(scores), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({key: f"{value:.8g}" for key, value in row.items()} for row in rows)
+    write_atomic(path, text.getvalue())
+
+
+def summarise(plan: Plan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
+    """How the run was started, with what, and how it ended."""
+    return {
+        "command": shlex.join(["gradwire", *sys.argv[1:]]),
+        "finished": len(rows) >= plan.epochs,
+        "task": plan.task.name,
+        "seed": plan.seed,
+        "workers": plan.workers,
+        "compressor": repr(plan.compressor),
+        "optimizer": plan.optimizer,
+        "learning_rate": asdict(plan.schedule),
+        "weight_decay": plan.weight_decay,
+        "batch": plan.batch,
+        "epochs": plan.epochs,
+        "parameters": parameters,
+        "device": device,
+        "versions": {
+            "gradwire": gradwire.__version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+        "last_epoch": rows[-1] if rows else None,
+        "total": {**asdict(total), **total.per_step(parameters)},
+        "seconds": sum(row["seconds"] for row in rows),
+    }
+
+
+def write_summary(path: Path, summary: dict[str, Any]) -> None:
+    """summary.json; a number that is not finite is written as null, which every JSON reader takes."""
+    write_atomic(path, json.dumps(_finite(summary), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
