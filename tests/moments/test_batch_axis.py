@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradwire.errors import MomentError
@@ -319,6 +320,30 @@ def test_the_model_is_not_touched(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "forward\n"
     assert recorder.batch_axis.followed
     recorder.remove()
+
+
+def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def through_arrays(net: nn.Module, x: Tensor) -> Tensor:
+    """What is saved for the backward is kept as arrays."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().numpy(), torch.from_numpy):
+        return net(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", [checkpointed, through_arrays])
+def test_a_hook_on_what_is_saved_does_not_meet_what_is_followed(around: Callable[..., Tensor]) -> None:
+    """A checkpoint around the whole model would count it: another number of tensors than when it recomputes."""
+    torch.manual_seed(0)
+    net = Net(lambda n, x: n.b(n.a(x.transpose(0, 1)).tanh()).transpose(0, 1), a=linear(), b=linear()).double()
+    one, other = floats(4, 4, 4), floats(4, 4, 4)
+
+    def loss(run: Callable[..., Tensor], b: slice) -> Tensor:
+        return (run(net, one[b]) - run(net, other[b])).square().sum()
+
+    wanted = by_sample(net, lambda: [loss(Net.__call__, slice(b, b + 1)) for b in range(4)])
+    assert_equal(recorded(net, lambda: loss(around, slice(None))), wanted)
 
 
 def branching(net: Any, x: Tensor) -> Tensor:
