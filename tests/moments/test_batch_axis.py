@@ -219,6 +219,7 @@ def test_what_is_as_long_as_the_batch_by_chance_is_estimated_and_says_why(name: 
     row = row_of(make().double(), layer, draw())
     assert row.kind == "step"
     assert why in row.why
+    assert "; two micro-batches and more estimate it best" in row.why, "what to do"
     with pytest.raises(MomentError, match="strict=True wants exact moments"):
         row_of(make().double(), layer, draw(), strict=True)
 
@@ -409,7 +410,8 @@ def test_what_cannot_be_followed_is_measured_and_the_report_says_so(length: int)
     net(x).square().sum().backward()
     rows = {row.name: row for row in recorder.coverage()}
     assert rows["a.weight"].kind == ("step" if length == 3 else "exact")
-    assert ("another axis is as long as the batch" in rows["a.weight"].why) == (length == 3)
+    told = "another axis is as long as the batch; say batch_dim={its module: dim}"
+    assert (told in rows["a.weight"].why) == (length == 3)
     said = recorder.batch_axis.describe(recorder.batch)
     assert said.startswith("samples: 3, axis 0 of the first input `")
     assert "in layers the axes that are as long, since they could not be followed: " in said
