@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from gradwire.errors import MomentError
@@ -218,6 +219,7 @@ def test_what_is_as_long_as_the_batch_by_chance_is_estimated_and_says_why(name: 
     row = row_of(make().double(), layer, draw())
     assert row.kind == "step"
     assert why in row.why
+    assert "; two micro-batches and more estimate it best" in row.why, "what to do"
     with pytest.raises(MomentError, match="strict=True wants exact moments"):
         row_of(make().double(), layer, draw(), strict=True)
 
@@ -321,6 +323,30 @@ def test_the_model_is_not_touched(capsys: pytest.CaptureFixture[str]) -> None:
     recorder.remove()
 
 
+def checkpointed(net: nn.Module, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def through_arrays(net: nn.Module, x: Tensor) -> Tensor:
+    """What is saved for the backward is kept as arrays."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.detach().numpy(), torch.from_numpy):
+        return net(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("around", [checkpointed, through_arrays])
+def test_a_hook_on_what_is_saved_does_not_meet_what_is_followed(around: Callable[..., Tensor]) -> None:
+    """A checkpoint around the whole model would count it: another number of tensors than when it recomputes."""
+    torch.manual_seed(0)
+    net = Net(lambda n, x: n.b(n.a(x.transpose(0, 1)).tanh()).transpose(0, 1), a=linear(), b=linear()).double()
+    one, other = floats(4, 4, 4), floats(4, 4, 4)
+
+    def loss(run: Callable[..., Tensor], b: slice) -> Tensor:
+        return (run(net, one[b]) - run(net, other[b])).square().sum()
+
+    wanted = by_sample(net, lambda: [loss(Net.__call__, slice(b, b + 1)) for b in range(4)])
+    assert_equal(recorded(net, lambda: loss(around, slice(None))), wanted)
+
+
 def branching(net: Any, x: Tensor) -> Tensor:
     """Time first; goes by numbers in the data, and refuses some."""
     if torch.isnan(x).any() or torch.equal(x, x + 1):
@@ -384,7 +410,8 @@ def test_what_cannot_be_followed_is_measured_and_the_report_says_so(length: int)
     net(x).square().sum().backward()
     rows = {row.name: row for row in recorder.coverage()}
     assert rows["a.weight"].kind == ("step" if length == 3 else "exact")
-    assert ("another axis is as long as the batch" in rows["a.weight"].why) == (length == 3)
+    told = "another axis is as long as the batch; say batch_dim={its module: dim}"
+    assert (told in rows["a.weight"].why) == (length == 3)
     said = recorder.batch_axis.describe(recorder.batch)
     assert said.startswith("samples: 3, axis 0 of the first input `")
     assert "in layers the axes that are as long, since they could not be followed: " in said

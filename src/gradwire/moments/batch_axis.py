@@ -24,13 +24,14 @@ Key = tuple[str, str, int]  # the layer's name, its part, the number of dims of 
 MOST = 8  # kinds of input that are followed: sequences may come in every length
 REST = 0  # rows in front of or behind each sample's: as many as there are
 NOT_MET = "it was not called when the batch axis was followed through the model"
-SEVERAL = "it is called with the samples along different axes, and which call this is cannot be told"
-NOWHERE = "no axis of what it puts out is the batch's: it is the same for all samples"
-POSITIONS = NOWHERE + '; if it is positions, added to every sample alike, say batch_dim={its module: "positions"}'
-BY_DATA = "which sample each of its rows belongs to is decided by the data"
-MIXED = "how the samples lie in its rows cannot be told"
+BEST = "; two micro-batches and more estimate it best"
+SEVERAL = "it is called with the samples along different axes, and which call this is cannot be told" + BEST
+NOWHERE = "no axis of what it puts out is the batch's: it is the same for all samples" + BEST
+POSITIONS = NOWHERE + ', or if it is positions, added to every sample alike, say batch_dim={its module: "positions"}'
+BY_DATA = "which sample each of its rows belongs to is decided by the data" + BEST
+MIXED = "how the samples lie in its rows cannot be told" + BEST
 COMPILED = "the whole model is compiled, and nothing can be followed through it"
-CHANCE = "the samples could not be followed, and another axis is as long as the batch"
+CHANCE = "the samples could not be followed, and another axis is as long as the batch; say batch_dim={its module: dim}"
 
 
 @dataclass(frozen=True)

@@ -463,6 +463,8 @@ def quiet() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(_disable_current_modes())  # a user's counter of operations
+        # a checkpoint around the whole model counts what is saved, and a user's hook may want the values
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled
