@@ -1,1 +1,1 @@
-"""What several methods compute alike: plain torch is the definition, `compiled_*` has the same bits by Numba."""
+"""What several methods compute alike: plain torch is the definition, `*_cpu` and `*_gpu` have the same bits."""
