@@ -24,8 +24,9 @@ RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
 def shape(tile: int, device: str) -> dict[str, Any]:
     """Small tiles in the interpreter, so that a small bucket has several groups; those in use on a GPU."""
-    gpu = kernels()
-    return {} if device == "cuda" else {"shape": gpu.Shape(size=tile, group=4, warps=4)}
+    from gradwire.codec.gpu.encode import Tiling
+
+    return {} if device == "cuda" else {"tiling": Tiling(size=tile, group=4, warps=4)}
 
 
 def same(left: Selection, right: Selection) -> None:
@@ -55,8 +56,8 @@ def run(
         grad, moment = draw(layout, step, device)
         spoil(grad, moment)
         common = (live, layout, rule, capacity, step, chunk)
-        one = reference.encode(grad, moment, *left, *common)
-        two = kernels().encode(grad, moment, *right, *common, **shape(tile, device))
+        one = reference.select(grad, moment, *left, *common)
+        two = kernels().select(grad, moment, *right, *common, **shape(tile, device))
         same(one, two)
         assert all(map(torch.equal, left, right)), step
     one.undo()
@@ -73,7 +74,8 @@ def check_rule(device: str, name: str) -> None:
 
 def check_spills(device: str, name: str) -> None:
     """More passes than the scratch has room for: here 75 eights, so that most tiles are spilled."""
-    gpu = kernels()
+    from gradwire.codec.gpu import encode as gpu
+
     before, gpu._room = gpu._room, lambda tiles, n_words: (75, 600 + n_words)
     try:
         sizes = [3000, 777] if device == "cpu" else [3_000_000, 777]
@@ -207,16 +209,13 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.codec.gpu import launch_compact as gpu_compact
-    from gradwire.codec.gpu import launch_decode as gpu_decode
-    from gradwire.codec.gpu import launch_directory as gpu_directory
-    from gradwire.codec.gpu import launch_unpack as gpu_unpack
+    from gradwire.codec.gpu import decode, directory, head, pack, unpack
 
     interpreter.install()
-    gpu_decode.CHECKED = gpu_decode.SUMMED = gpu_decode.WRITTEN = 64  # so that a small message has several parts
-    gpu_decode.TILE, gpu_decode.ADDED, gpu_decode.SEARCHED = 256, 16, 4
-    gpu_compact.FOUND, gpu_unpack.PART = 4, 2
-    gpu_directory.SMALL, gpu_directory.ADDED = 64, 2
+    decode.CHECKED = head.SUMMED = decode.WRITTEN = 64  # so that a small message has several parts
+    decode.TILE, decode.ADDED, decode.SEARCHED = 256, 16, 4
+    pack.FOUND, unpack.PART = 4, 2
+    directory.SMALL, directory.ADDED = 64, 2
     interpreted.serve(CASES)
 
 

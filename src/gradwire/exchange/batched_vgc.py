@@ -17,7 +17,7 @@ from gradwire import codec as kernels
 from gradwire.codec.header import WORD_BYTES
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, tensors
-from gradwire.methods.strom import Strom, StromState
+from gradwire.methods.strom import Strom
 from gradwire.methods.vgc import VGC
 
 
@@ -60,17 +60,18 @@ class Abreast:
     def __call__(self, grads: Tensor, moments: Tensor, context: Context) -> Crossing:
         """grads and moments are [W, N]."""
         state, vgc, shape = self.state, self.vgc, (self.workers, len(self.layout))
-        moment = state.moment if isinstance(state, StromState) else moments.flatten()
         kernel, chunk = kernels.select(grads.device), self.layout.numel
         room = context.capacity * self.workers
-        chosen = vgc.choose(grads.flatten(), moment, state, context, self.whole, room, chunk)
+        chosen = vgc.choose(grads.flatten(), moments.flatten(), state, context, self.whole, room, chunk)
         out, exponents = torch.zeros_like(grads[0]), chosen.exponents.view(shape)
         if sum(context.capacity):
             words, sound = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)
             kernel.add(words, chosen.counts[:, None], sound, exponents, self.layout, vgc.rule, kernels.CHUNK, out)
         passed, sent = chosen.passed.view(shape), chosen.codes.sum(1).view(shape)
         n_bytes = WORD_BYTES * vgc.shape(context).words
-        return Crossing(out, chosen.finite, passed, sent, vgc.norm(chosen), chosen.undo, n_bytes)
+        return Crossing(
+            out, chosen.finite, passed, sent, vgc.norm(chosen.codes, chosen.exponents), chosen.undo, n_bytes
+        )
 
     def _words(self, chosen: kernels.Selection, room: int) -> Tensor:
         """[W, room]: behind a worker's last word there are others'."""

@@ -1,6 +1,6 @@
 """Steps 2 to 4 for CUDA: what the kernels of one encode hand each other, and the arithmetic they share.
 
-triton_encode.py says what the kernels do. G groups of tiles, K tensors.
+stream.py says what the kernels do. G groups of tiles, K tensors.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -54,9 +54,12 @@ class Visit(NamedTuple):
     base: Any
 
 
-class State(NamedTuple):
+class Held(NamedTuple):
+    """r and v. weighed: whether v counts; if not, nobody keeps it, and it stands for nothing that may be touched."""
+
     residual: Any
     variance: Any
+    weighed: Any
 
 
 class Test(NamedTuple):
@@ -130,7 +133,7 @@ class Plan(NamedTuple):
     before: Any
 
 
-class Report(NamedTuple):
+class Outputs(NamedTuple):
     """What `Selection` holds."""
 
     words: Any
@@ -151,15 +154,21 @@ def passing(a, b, least, slot, test):
 
 @triton.jit
 def four(grad, moment, state, base, low, high, whole: tl.constexpr, size: tl.constexpr):
-    """r, v, g, m of one tile; 0 outside of it."""
+    """r, v, g, m of one tile; 0 outside of it, and v = m = 0 where they do not count."""
     lane = tl.arange(0, size)
     r_at, v_at = state.residual + base + lane, state.variance + base + lane
     g_at, m_at = grad + base + lane, moment + base + lane
+    inside = (lane >= low) & (lane < high)
     # No hints to the cache: with evict_first for g and m all of it took 1.79 ms instead of 1.63 (H200, ratio 10).
-    if whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
+    if not state.weighed:
+        v, m = tl.zeros((size,), tl.float32), tl.zeros((size,), tl.float32)
+        if whole:
+            r, g = tl.load(r_at), tl.load(g_at)
+        else:
+            r, g = tl.load(r_at, mask=inside, other=0.0), tl.load(g_at, mask=inside, other=0.0)
+    elif whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
         r, v, g, m = tl.load(r_at), tl.load(v_at), tl.load(g_at), tl.load(m_at)
     else:
-        inside = (lane >= low) & (lane < high)
         r, v = tl.load(r_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
         g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
     return r, v, g, m
@@ -256,12 +265,21 @@ def census(classes):
 
 
 @triton.jit
+def old_variance(at, have, state):
+    """v where it counts, 0 where not."""
+    v = tl.where(have, 0.0, 0.0)
+    if state.weighed:
+        v = tl.load(at, mask=have, other=0.0)
+    return v
+
+
+@triton.jit
 def spilled_part(tile, slot, start, top, state, cut, test, quantum):
     """(class or 8, r, v, lanes inside) of SPAN places of a tile that is not in the scratch."""
     lane = start + tl.arange(0, SPAN)
     base = tl.load(cut.base + tile)
     inside = (lane >= tl.load(cut.low + tile)) & (lane < tl.load(cut.high + tile))
     r = tl.load(state.residual + base + lane, mask=inside, other=0.0)
-    v = tl.load(state.variance + base + lane, mask=inside, other=0.0)
+    v = old_variance(state.variance + base + lane, inside, state)
     classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
     return tl.where(passing(r, v, test.least, slot, test), classes, DROPPED), r, v, inside

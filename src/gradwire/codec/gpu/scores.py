@@ -9,14 +9,22 @@ histogram   reads every element once and writes nothing but counts: in shared me
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.codec import limits
-from gradwire.codec.gpu import shared
+from gradwire.codec.gpu import records as kinds
+from gradwire.codec.gpu import shared_memory as shared
 from gradwire.codec.gpu.records import ALIGN, four, summed
+from gradwire.codec.interface import Rule
+from gradwire.compile.launching import UNFUSED
+from gradwire.compile.tiles import Tiles
+from gradwire.layout import Layout
 
 BINS, SHIFT = tl.constexpr(limits.BINS), tl.constexpr(limits.SHIFT)
+ROWS, WARPS = 8, 8  # tiles of a program: its 4096 counters are cleared and added up once; not measured yet
 
 
 @triton.jit
@@ -53,3 +61,26 @@ def histogram_kernel(
         counts = shared.get(memory, tl.arange(0, BINS))
         its_bins = histogram + slot.to(tl.int64) * BINS + tl.arange(0, BINS)
         tl.atomic_add(its_bins, counts, mask=counts != 0, sem="relaxed")
+
+
+def limited(
+    grad: Tensor,
+    moment: Tensor,
+    state: kinds.Held,
+    cut: kinds.Cut,
+    test: kinds.Test,
+    tiles: Tiles,
+    layout: Layout,
+    rule: Rule,
+    all_live: bool,
+) -> kinds.Test:
+    """The test with the limits of this step's scores."""
+    assert tiles.size >= 32 * WARPS, "an element that two threads hold would be counted twice"
+    rows = min(ROWS, tiles.group)
+    histogram = torch.zeros(tiles.n_slots, limits.BINS, dtype=torch.int32, device=grad.device)
+    sizes = {"size": tiles.size, "group": tiles.group, "rows": rows, "num_warps": WARPS}
+    histogram_kernel[(tiles.n_groups * (tiles.group // rows),)](
+        grad, moment, state, cut, test, histogram, all_live=all_live, **sizes, **UNFUSED
+    )
+    limit = limits.limits(histogram, layout, rule).view(torch.float32)
+    return test._replace(scored=tl.constexpr(True), limit=limit)
