@@ -86,7 +86,8 @@ class Wire:
 
     def __repr__(self) -> str:
         reducer = self._reducer
-        return f"Wire({reducer.compressor!r}, {reducer.n_parameters} parameters, {reducer.world_size} workers, step {reducer.steps})"
+        size = f"{reducer.n_parameters} parameters, {reducer.world_size} workers"
+        return f"Wire({reducer.compressor!r}, {size}, step {reducer.steps})"
 
     @property
     def compressor(self) -> Compressor:

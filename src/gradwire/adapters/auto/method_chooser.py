@@ -8,8 +8,8 @@
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
 All of it happens between two steps, right after the optimizer's, from numbers of all ranks (rank_numbers.py): so all
-ranks choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no hook:
-it is what it would be without us.
+ranks choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no
+hook: it is what it would be without us.
 """
 
 from __future__ import annotations
