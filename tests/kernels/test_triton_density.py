@@ -12,7 +12,7 @@ import pytest
 import torch
 from drawn import kernels, layout_of
 from scored import RULES, SIZES, extreme, faint, tied
-from test_triton import run, same, shape
+from test_triton import few_eights, run, same, shape
 from torch import Tensor
 
 import interpreted
@@ -45,16 +45,11 @@ def check_rule(device: str, name: str) -> None:
 
 def check_spills(device: str) -> None:
     """More passes than the scratch has room for: later kernels ask for the limit again."""
-    from gradwire.codec.gpu import encode as gpu
-
-    before, gpu._room = gpu._room, lambda tiles, n_words: (75, 600 + n_words)
-    try:
+    with few_eights():
         sizes = [777, 3000] if device == "cpu" else [777, 3_000_000]
         for name in ("3/2, more than there are", "1/8"):
             found = run(device, RULES[name], sizes, 0.1, chunk=2000)
             assert int(found.passed.sum()) > 600
-    finally:
-        gpu._room = before
 
 
 def check_edges(device: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwire import codec as kernels
 from gradwire.codec.header import WORD_BYTES
 from gradwire.layout import Layout
-from gradwire.methods.base import Context, tensors
+from gradwire.methods.base import Compressor, Context, powers, tensors
 from gradwire.methods.strom import Strom
 from gradwire.methods.vgc import VGC
 
@@ -39,16 +39,30 @@ def fits(compressor: Any, layout: Layout) -> bool:
     return isinstance(compressor, VGC | Strom) and layout.numel <= kernels.CHUNK
 
 
+def carried_over(state: Any, compressor: Compressor, layout: Layout) -> Any:
+    """A state for `compressor` with what another of the same method has held back; what is new begins at zero."""
+    old = {name: getattr(state, name) for name in powers(state)}
+    if not old or not isinstance(compressor, VGC):
+        return state
+    new = compressor.init(layout, old["residual"].device)
+    if type(new) is type(state):
+        return state
+    for name in powers(new).keys() & old.keys():
+        getattr(new, name).copy_(old[name])
+    return new
+
+
 class Abreast:
     """The state of W workers in one, and what they do in a step."""
 
     def __init__(self, compressor: VGC | Strom, layout: Layout, workers: int, device: torch.device) -> None:
         self.layout, self.workers = layout, workers
-        self.use(compressor)
         self.whole = Layout.of((slot.name, slot.shape) for _ in range(workers) for slot in layout)
         self.state = compressor.init(self.whole, device)
+        self.use(compressor)
 
     def use(self, compressor: VGC | Strom) -> None:
+        self.state = carried_over(self.state, compressor, self.whole)
         self.vgc = compressor if isinstance(compressor, VGC) else compressor.as_vgc
 
     def states(self) -> list[Any]:
