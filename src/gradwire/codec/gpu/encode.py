@@ -106,14 +106,15 @@ def select(
     if not tiles.n_tiles:
         return _nothing(report, active)
     if variance is None or moment is None:
-        moment, held = grad, kinds.Held(residual, residual, tl.constexpr(False))
+        moment, held = grad, kinds.Held(residual, residual)
     else:
-        held = kinds.Held(residual, variance, tl.constexpr(True))
-    state, cut, test, *others = _records(tiles, active, rule, step, capacity, held)
+        held = kinds.Held(residual, variance)
+    state, cut, test, quantum, found, sums, plan = _records(
+        tiles, active, rule, step, capacity, held, variance is not None
+    )
     if rule.density is not None:
-        test = limited(grad, moment, state, cut, test, tiles, layout, rule, active is None)
-    records = (state, cut, test, *others)
-    _quantum, found, sums, plan = others
+        test = limited(grad, moment, state, cut, test, quantum, tiles, layout, rule, active is None)
+    records = (state, cut, test, quantum, found, sums, plan)
     sizes, by_group = {"size": tiling.size, "group": tiling.group}, (tiles.n_groups,)
     many = {"num_warps": tiling.warps, "maxnreg": tiling.registers, **sizes, **UNFUSED}
     for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
@@ -126,7 +127,7 @@ def select(
     _emit(records, report, tiles, block, sizes, rule.feedback)
 
     def undo() -> None:
-        emitting.put_back_kernel[by_group](state, cut, found, lanes=block.lanes, **sizes)
+        emitting.put_back_kernel[by_group](state, cut, quantum, found, lanes=block.lanes, **sizes)
 
     return _selection(report, undo)
 
@@ -172,6 +173,7 @@ def _records(
     step: int,
     capacity: Sequence[int],
     state: kinds.Held,
+    weighed: bool,
 ) -> tuple[Any, ...]:
     """What all kernels of one encode are given: memory of their own, the geometry and the rule."""
     device, n_slots, n_tiles, n_groups = state.residual.device, tiles.n_slots, tiles.n_tiles, tiles.n_groups
@@ -184,7 +186,7 @@ def _records(
     cut = kinds.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
     eights, n_found = _room(tiles, sum(capacity))
     before = empty(n_found, torch.float32)
-    lists = (empty(n_found, torch.int16), before, empty(n_found, torch.float32) if state.weighed.value else before)
+    lists = (empty(n_found, torch.int16), before, empty(n_found, torch.float32) if weighed else before)
     found = kinds.Found(*lists, empty(n_tiles), empty(n_tiles), empty(n_tiles))
     n_zeros = APART + (APART + 4) * n_slots
     host = np.zeros(n_zeros + 2 + n_slots, np.int64)
@@ -194,7 +196,7 @@ def _records(
     sums = kinds.Sums(zeros[:2], zeros[2:3].view(torch.int32), tops, asked, totals)
     sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups, n_tiles)
     plan = kinds.Plan(zeros[n_zeros:], *(empty(size) for size in sizes))
-    return state, cut, _test(rule), _quantum(rule), found, sums, plan
+    return state, cut, _test(rule), _quantum(rule, weighed), found, sums, plan
 
 
 def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:
@@ -216,8 +218,10 @@ def _test(rule: Rule) -> kinds.Test:
     return kinds.Test(alpha, zeta, bound, square, tl.constexpr(False), tl.constexpr(0))
 
 
-def _quantum(rule: Rule) -> kinds.Quantum:
+def _quantum(rule: Rule, weighed: bool) -> kinds.Quantum:
     tau = np.float32(rule.tau or 0)
-    constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None)
-    half, unbiased, hybrid = (tl.constexpr(constant) for constant in constants)
-    return kinds.Quantum(half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau))
+    constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None, weighed)
+    half, unbiased, hybrid, weighs = (tl.constexpr(constant) for constant in constants)
+    return kinds.Quantum(
+        half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau), tl.constexpr(weighed)
+    )

@@ -55,11 +55,10 @@ class Visit(NamedTuple):
 
 
 class Held(NamedTuple):
-    """r and v. weighed: whether v counts; if not, nobody keeps it, and it stands for nothing that may be touched."""
+    """r and v. Where v does not count nobody keeps it, and what stands in its place may not be touched."""
 
     residual: Any
     variance: Any
-    weighed: Any
 
 
 class Test(NamedTuple):
@@ -77,7 +76,10 @@ class Test(NamedTuple):
 
 
 class Quantum(NamedTuple):
-    """How sizes become classes. hybrid: tau is all that is sent; tau_binade: its biased exponent; tau_square: tau^2."""
+    """How sizes become classes. hybrid: tau is all that is sent; tau_binade: its biased exponent; tau_square: tau^2.
+
+    weighed: whether v counts. A constant only in what a kernel is given: in a tuple that it makes itself it is none.
+    """
 
     half: Any
     unbiased: Any
@@ -85,6 +87,7 @@ class Quantum(NamedTuple):
     tau: Any
     tau_binade: Any
     tau_square: Any
+    weighed: Any
 
 
 class Found(NamedTuple):
@@ -153,14 +156,14 @@ def passing(a, b, least, slot, test):
 
 
 @triton.jit
-def four(grad, moment, state, base, low, high, whole: tl.constexpr, size: tl.constexpr):
+def four(grad, moment, state, base, low, high, quantum, whole: tl.constexpr, size: tl.constexpr):
     """r, v, g, m of one tile; 0 outside of it, and v = m = 0 where they do not count."""
     lane = tl.arange(0, size)
     r_at, v_at = state.residual + base + lane, state.variance + base + lane
     g_at, m_at = grad + base + lane, moment + base + lane
     inside = (lane >= low) & (lane < high)
     # No hints to the cache: with evict_first for g and m all of it took 1.79 ms instead of 1.63 (H200, ratio 10).
-    if not state.weighed:
+    if not quantum.weighed:
         v, m = tl.zeros((size,), tl.float32), tl.zeros((size,), tl.float32)
         if whole:
             r, g = tl.load(r_at), tl.load(g_at)
@@ -265,10 +268,10 @@ def census(classes):
 
 
 @triton.jit
-def old_variance(at, have, state):
+def old_variance(at, have, quantum):
     """v where it counts, 0 where not."""
     v = tl.where(have, 0.0, 0.0)
-    if state.weighed:
+    if quantum.weighed:
         v = tl.load(at, mask=have, other=0.0)
     return v
 
@@ -280,6 +283,6 @@ def spilled_part(tile, slot, start, top, state, cut, test, quantum):
     base = tl.load(cut.base + tile)
     inside = (lane >= tl.load(cut.low + tile)) & (lane < tl.load(cut.high + tile))
     r = tl.load(state.residual + base + lane, mask=inside, other=0.0)
-    v = old_variance(state.variance + base + lane, inside, state)
+    v = old_variance(state.variance + base + lane, inside, quantum)
     classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
     return tl.where(passing(r, v, test.least, slot, test), classes, DROPPED), r, v, inside

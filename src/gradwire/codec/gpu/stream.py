@@ -59,7 +59,7 @@ def accumulate(
     r and v are written as if all that pass were sent.
     """
     top_at = sums.tops + slot * APART
-    r, v, g, m = four(grad, moment, state, base, low, high, whole, size)
+    r, v, g, m = four(grad, moment, state, base, low, high, quantum, whole, size)
     # Read by an atomic, so that all threads see the same while other programs raise it.
     known = tl.atomic_max(top_at, 0, sem="relaxed")
     a, b, good = summed(r, v, g, m)
@@ -69,19 +69,19 @@ def accumulate(
     r_at, v_at = state.residual + base + lane, state.variance + base + lane
     if whole:
         tl.store(r_at, left_residual)
-        if state.weighed:
+        if quantum.weighed:
             tl.store(v_at, left_variance)
     else:
         inside = (lane >= low) & (lane < high)
         tl.store(r_at, left_residual, mask=inside)
-        if state.weighed:
+        if quantum.weighed:
             tl.store(v_at, left_variance, mask=inside)
     return a, b, passes, tl.where(good, tl.where(passes, a.to(tl.int32, bitcast=True) & MAGNITUDE, 0), BAD), known
 
 
 @triton.jit
 def note(
-    a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan,
+    a, b, passes, bits, known, tile, slot, base, low, high, state, quantum, found, sums, plan,
     whole: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     """Writes down who passes in one tile."""
@@ -105,19 +105,19 @@ def note(
             at = tl.max_contiguous(tl.multiple_of(tl.cumsum(passes.to(tl.int32)) - 1, 4), 4)
             tl.store(found.place + position + at, lane.to(tl.int16), mask=passes)
             tl.store(found.residual + position + at, a, mask=passes)
-            if state.weighed:
+            if quantum.weighed:
                 tl.store(found.variance + position + at, b, mask=passes)
         else:
             position = position * 0 + SPILLED
             tl.debug_barrier()
             if whole:
                 tl.store(state.residual + base + lane, a)
-                if state.weighed:
+                if quantum.weighed:
                     tl.store(state.variance + base + lane, b)
             else:
                 inside = (lane >= low) & (lane < high)
                 tl.store(state.residual + base + lane, a, mask=inside)
-                if state.weighed:
+                if quantum.weighed:
                     tl.store(state.variance + base + lane, b, mask=inside)
         tl.store(found.position + tile, position)
 
@@ -145,7 +145,7 @@ def stream_kernel(
         a, b, passes, bits, known = accumulate(
             grad, moment, slot, state, base, low, high, sums, test, quantum, whole, size
         )
-        note(a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan, whole, size)
+        note(a, b, passes, bits, known, tile, slot, base, low, high, state, quantum, found, sums, plan, whole, size)
     else:
         tl.store(found.count + tile, 0)
         tl.store(found.known + tile, 0)
@@ -177,13 +177,13 @@ def drop_below(
         left = (class_of(r.to(tl.int32, bitcast=True), top, quantum) == DROPPED) & (lane < kept[:, None])
         below += left.to(tl.int32)
         place = tl.load(found.place + source, mask=left, other=0)
-        if here.weighed:
+        if quantum.weighed:
             v = tl.load(found.variance + source, mask=left, other=0.0)
         # Said to be contiguous so that the values stay in the threads that read them; the mask keeps stores narrow.
         at = tl.multiple_of((tl.arange(0, group) * size)[:, None] + place, (1, 4))
         at = tl.max_contiguous(at, (1, 4))
         tl.store(here.residual + at, r, mask=left)
-        if here.weighed:
+        if quantum.weighed:
             tl.store(here.variance + at, v * test.zeta, mask=left)
         tl.debug_barrier()  # should another thread mark the place than has read it
         tl.store(found.place + source, tl.full((group, lanes), -1, tl.int16), mask=left)
@@ -242,7 +242,7 @@ def classify_kernel(
             kept = tl.where(exponent_of(known, quantum) != top, count, 0)
             if tl.max(kept) != 0:
                 base = tl.multiple_of(tl.load(cut.base + number * group), ALIGN)
-                here = Held(state.residual + base, state.variance + base, state.weighed)
+                here = Held(state.residual + base, state.variance + base)
                 count -= drop_below(position, kept, top, here, test, quantum, found, size, group, lanes)
                 tl.debug_barrier()
                 tl.store(plan.kind + number, WINDOW)
