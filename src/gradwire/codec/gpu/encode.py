@@ -222,6 +222,4 @@ def _quantum(rule: Rule, weighed: bool) -> kinds.Quantum:
     tau = np.float32(rule.tau or 0)
     constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None, weighed)
     half, unbiased, hybrid, weighs = (tl.constexpr(constant) for constant in constants)
-    return kinds.Quantum(
-        half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau), tl.constexpr(weighed)
-    )
+    return kinds.Quantum(half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau), weighs)
