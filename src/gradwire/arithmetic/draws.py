@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.groups import groups_of
-from gradwire.codec.compiling import compiles, triton_ready
+from gradwire.codec import numba_ready, triton_ready
 from gradwire.compile.threads import equal_parts, shared
 from gradwire.layout import Layout, Slot
 
@@ -45,7 +45,7 @@ def bits(seed: int, step: int, where: Layout | Slot, device: torch.device, rank:
         from gradwire.arithmetic import draws_gpu
 
         return draws_gpu.bits(keys(seed, step, layout, rank), layout, device)
-    if not compiles(device):
+    if not numba_ready(device):
         return reference_bits(seed, step, layout, device, rank)
     from gradwire.arithmetic import draws_cpu
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.groups import ScaleGroups
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import equal_parts, shared
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -43,7 +43,7 @@ def largest(flat: Tensor, groups: ScaleGroups) -> Tensor:
     return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 
-@compiled
+@machine_code
 def largest_part(part: int, begin: int, end: int, flat: Array, ends: Array, tops: Array) -> None:
     """tops[part]: the bits of the largest |x| of each group."""
     group, at = np.searchsorted(ends, begin, side="right"), begin
@@ -53,7 +53,7 @@ def largest_part(part: int, begin: int, end: int, flat: Array, ends: Array, tops
         group, at = group + 1, stop
 
 
-@compiled
+@machine_code
 def largest_bits(flat: Array) -> np.int32:
     """As integers, whose order is that of the magnitudes: so the loop is vectorized."""
     bits, top = flat.view(np.int32), np.int32(0)
@@ -62,7 +62,7 @@ def largest_bits(flat: Array) -> np.int32:
     return top
 
 
-@compiled
+@machine_code
 def fold(values: Array, count: int) -> np.float64:
     """The sum of values[:count], which it overwrites: the second half of a power of two is added to the first.
 

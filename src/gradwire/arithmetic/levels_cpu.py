@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from gradwire.arithmetic.draws_cpu import draw
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 
 UNIT = np.float32(2.0**-24)
 ZERO = np.float32(0)
 
 
-@compiled
+@machine_code
 def round_group(
     begin: int, end: int, grad: Array, scale: np.float32, first: np.uint32, second: np.uint32, bits: int, codes: Array
 ) -> int:
@@ -34,7 +34,7 @@ def round_group(
     return total
 
 
-@compiled
+@machine_code
 def round_tile(
     begin: int,
     end: int,
@@ -59,7 +59,7 @@ def round_tile(
     return sent
 
 
-@compiled
+@machine_code
 def add_group(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
     """out += what the codes of one group say; unit: scale / levels, times the weight."""
     below = np.uint8(levels)
@@ -68,7 +68,7 @@ def add_group(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
         out[i] += -value if codes[i] > below else value
 
 
-@compiled
+@machine_code
 def add_tile(begin: int, end: int, codes: Array, units: Array, ends: Array, bits: int, out: Array) -> None:
     """out[begin:end] += what the codes say; units [G]."""
     levels, group, at = (1 << (bits - 1)) - 1, np.searchsorted(ends, begin, side="right"), begin

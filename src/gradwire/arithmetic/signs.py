@@ -14,8 +14,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.finite import LARGEST
 from gradwire.arithmetic.groups import ScaleGroups
-from gradwire.codec import fields
-from gradwire.codec.compiling import compiles
+from gradwire.codec import fields, numba_ready
 
 
 class Sides(NamedTuple):
@@ -103,7 +102,7 @@ def _below(p: Tensor, zero_below: bool) -> Tensor:
 
 def _machine_code(device: torch.device) -> ModuleType | None:
     """The same functions as machine code, where there is a compiler for it."""
-    if not compiles(device):
+    if not numba_ready(device):
         return None
     from gradwire.arithmetic import signs_cpu
 

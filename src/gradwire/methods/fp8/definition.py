@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.groups import groups_of
-from gradwire.codec import SMALLEST
-from gradwire.codec.compiling import compiles
+from gradwire.codec import SMALLEST, numba_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed, split
@@ -50,7 +49,7 @@ class FP8(Fixed):
         words = torch.zeros(self.body_words(context.layout), dtype=torch.int32, device=grad.device)
         codes = words[len(tensors) :].view(torch.uint8)[: tensors.numel]
         scale = words[: len(tensors)].view(torch.float32)
-        if compiles(grad.device):
+        if numba_ready(grad.device):
             from gradwire.arithmetic import groups_cpu
             from gradwire.methods.fp8 import cpu
 
@@ -73,7 +72,7 @@ class FP8(Fixed):
         """The codes, and the scales over W. No product of the two is infinite."""
         scales, words = split(bodies, len(context.layout))
         codes = words.contiguous().view(torch.uint8)[:, : context.layout.numel]
-        if compiles(bodies.device):
+        if numba_ready(bodies.device):
             from gradwire.methods.fp8 import cpu
 
             top = cpu.largest_codes(codes)
@@ -85,7 +84,7 @@ class FP8(Fixed):
 
     def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
         tensors, (codes, shares) = groups_of(context.layout, None), said
-        if compiles(out.device):
+        if numba_ready(out.device):
             from gradwire.methods.fp8 import cpu
 
             cpu.add(self._dtype, codes, shares, out, tensors)

@@ -12,7 +12,7 @@ from gradwire.arithmetic.groups import ScaleGroups
 from gradwire.arithmetic.levels_cpu import add_tile, round_tile
 from gradwire.codec import fields
 from gradwire.codec.cpu import fields as fields_cpu
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
 TILE = 512  # words whose elements stay in the first-level cache between rounding and packing
@@ -33,7 +33,7 @@ def write(grad: Tensor, groups: ScaleGroups, keys: Array, bits: int, largest: bo
     return body, torch.tensor(sent / ((1 << (bits - 1)) - 1), dtype=torch.float32)
 
 
-@compiled
+@machine_code
 def _norms(first: int, last: int, flat: Array, begins: Array, ends: Array, out: Array) -> None:
     """The 2-norm of each group, in double precision and then rounded; not above the largest float32."""
     squares = np.empty(max(np.max(ends[first:last] - begins[first:last]), 1) if last > first else 1, np.float64)
@@ -45,7 +45,7 @@ def _norms(first: int, last: int, flat: Array, begins: Array, ends: Array, out: 
         out[group] = np.float32(min(np.sqrt(groups_cpu.fold(squares, part.size)), np.float64(LARGEST)))
 
 
-@compiled
+@machine_code
 def _encode(
     begin: int, end: int, grad: Array, norms: Array, ends: Array, slots: Array, keys: Array, bits: int, words: Array
 ) -> float:
@@ -66,7 +66,7 @@ def add(words: Tensor, units: Tensor, groups: ScaleGroups, bits: int, out: Tenso
     shared(groups_cpu.parts_of_words(words.shape[1], 32 // bits), _decode, *inputs)
 
 
-@compiled
+@machine_code
 def _decode(begin: int, end: int, words: Array, units: Array, ends: Array, bits: int, out: Array) -> None:
     """out += all ranks' words[:, begin:end], tile by tile, in rank order."""
     each = 32 // bits

@@ -11,8 +11,7 @@ from torch import Tensor
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.finite import LARGEST, unsound
 from gradwire.arithmetic.groups import ScaleGroups, groups_of
-from gradwire.codec import fields
-from gradwire.codec.compiling import compiles, triton_ready
+from gradwire.codec import fields, numba_ready, triton_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed, split
@@ -86,7 +85,7 @@ class QSGD(Fixed):
     def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
         """On a CPU all ranks in one pass, tile by tile."""
         groups, (norms, words) = groups_of(context.layout, self.group), said
-        if compiles(out.device):
+        if numba_ready(out.device):
             from gradwire.methods.qsgd import cpu
 
             cpu.add(words, norms * self._share(norms), groups, self.bits, out)
@@ -119,7 +118,7 @@ def _fast(device: torch.device, groups: ScaleGroups) -> ModuleType | None:
         from gradwire.methods.qsgd import gpu
 
         return gpu if gpu.serves(groups) else None
-    if compiles(device):
+    if numba_ready(device):
         from gradwire.methods.qsgd import cpu
 
         return cpu

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.arithmetic.groups import ScaleGroups
 from gradwire.arithmetic.groups_cpu import fold, parts_of_groups, parts_of_words
 from gradwire.arithmetic.levels_cpu import add_tile, round_tile
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 from gradwire.methods.terngrad.trits import EACH, PLACES
 
@@ -28,7 +28,7 @@ def moments(grad: Tensor, firsts: Tensor, blocks: ScaleGroups) -> Tensor:
     return sums
 
 
-@compiled
+@machine_code
 def _moments(
     first: int, last: int, grad: Array, begins: Array, ends: Array, shifts: Array, size: int, sums: Array
 ) -> None:
@@ -48,7 +48,7 @@ def write(grad: Tensor, scales: Tensor, keys: Array, tensors: ScaleGroups, packe
     return torch.tensor(sum(shared(parts_of_words(len(packed), EACH), _encode, *inputs)), dtype=torch.float32)
 
 
-@compiled
+@machine_code
 def _encode(
     begin: int, end: int, grad: Array, scales: Array, ends: Array, slots: Array, keys: Array, packed: Array
 ) -> float:
@@ -73,7 +73,7 @@ def add(packed: Tensor, units: Tensor, tensors: ScaleGroups, out: Tensor) -> Non
     shared(parts_of_words(packed.shape[1], EACH), _decode, *inputs)
 
 
-@compiled
+@machine_code
 def _decode(begin: int, end: int, packed: Array, units: Array, ends: Array, table: Array, out: Array) -> None:
     """out += all ranks' packed[:, begin:end], tile by tile, in rank order."""
     codes = np.empty(TILE * EACH, np.uint8)

@@ -11,7 +11,7 @@ from torch import Tensor
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.finite import LARGEST, unsound
 from gradwire.arithmetic.groups import groups_of
-from gradwire.codec.compiling import compiles
+from gradwire.codec import numba_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed, split
@@ -46,7 +46,7 @@ class TernGrad(Fixed):
 
     def write(self, grad: Tensor, state: Nothing, context: Context) -> Body:
         layout, scales = context.layout, self.scales(grad, context.layout)
-        if compiles(grad.device):
+        if numba_ready(grad.device):
             from gradwire.methods.terngrad import cpu
 
             body = torch.empty(self.body_words(layout), dtype=torch.int32)
@@ -63,7 +63,7 @@ class TernGrad(Fixed):
     def scales(self, grad: Tensor, layout: Layout) -> Tensor:
         """s, float32 [K]."""
         tensors = groups_of(layout, None)
-        if compiles(grad.device):
+        if numba_ready(grad.device):
             from gradwire.arithmetic import groups_cpu
 
             tops = groups_cpu.largest(grad, tensors)
@@ -84,7 +84,7 @@ class TernGrad(Fixed):
     def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
         """On a CPU tile by tile, all ranks."""
         layout, (shares, packed) = context.layout, said
-        if compiles(out.device):
+        if numba_ready(out.device):
             from gradwire.methods.terngrad import cpu
 
             cpu.add(packed, shares, groups_of(layout, None), out)
@@ -104,7 +104,7 @@ def deviations(grad: Tensor, layout: Layout) -> Tensor:
         return torch.zeros(len(layout), dtype=torch.float64, device=grad.device)
     counts, blocks = layout.lengths(grad.device), groups_of(layout, BLOCK)
     firsts = grad[(counts.cumsum(0) - counts).clamp_(max=layout.numel - 1)]
-    if compiles(grad.device):
+    if numba_ready(grad.device):
         from gradwire.methods.terngrad import cpu
 
         of_blocks = cpu.moments(grad, firsts, blocks)
