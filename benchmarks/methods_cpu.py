@@ -178,8 +178,8 @@ def figures(contender: Contender) -> Figures:
 def rows() -> Iterator[Row]:
     """Method by method: bits of a real training, then against twins, then against Dense."""
     trace = catalogue.record()
-    for name in METHODS:
-        spec = catalogue.EXAMPLES.get(name, name)
+    for name, known in METHODS.items():
+        spec = known.example or name
         bits = {"value": catalogue.measure(from_spec(spec), trace).bits, "reference": DENSE_BITS, "unit": "bits"}
         yield {"what": f"{spec}, bits a parameter of digits", "against": DENSE} | bits
         pairs: list[Pair] = [*PAIRS.get(name, ()), *([] if name == DENSE else [(spec, None)])]

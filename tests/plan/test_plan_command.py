@@ -9,12 +9,16 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from gradwire.methods.table import METHODS, Known
 from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.choose import duration
 from gradwire.tools.cli import app
@@ -220,3 +224,32 @@ def check_measured(path: Path) -> None:
     assert costs["vgc"].encode_ns > 0
     for row in found["predictions"]:
         assert row["step_ms"] == pytest.approx(predict(work, network, costs[row["method"]]).step_ms)
+
+
+@dataclass(frozen=True)
+class Halved:
+    """A method of somebody's own, of which nothing was measured: half of a dense sum."""
+
+    needs_moments: ClassVar[bool] = False
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+
+def test_a_method_that_nobody_has_measured_is_planned_with_a_guess_that_says_so(monkeypatch, tmp_path):
+    monkeypatch.setitem(METHODS, "halved", Known(Halved))
+    for device in ("cpu", "cuda"):
+        path = tmp_path / device
+        code, said = invoke(*changed(methods="dense halved", device=device), "--json", path)
+        assert code == 0, said
+        assert "│ halved * " in said
+        assert "│ dense  " in said
+        assert "*: nobody has measured this method" in " ".join(said.split())
+        rows = json.loads(path.read_text())["predictions"]
+        assert [row["guess"] for row in rows] == [False, True]
+        assert rows[1]["bytes_a_step"] == rows[0]["bytes_a_step"] / 2
+
+
+def test_a_measured_method_is_no_guess():
+    _, said = invoke(*OFFLINE)
+    assert "*" not in said

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.methods import from_spec
+from gradwire.methods import METHODS, from_spec
 from gradwire.plan import Network, Work, predict
 from gradwire.plan.costs import SETTLE, Dry, measure
-from gradwire.plan.typical import CPU, CUDA, DENSITY, cost_of, work_of
+from gradwire.plan.typical import DENSITY, cost_of, work_of
 
 WORLD, REPEATS = 3, 4
 SPECS = [
@@ -91,9 +91,9 @@ def test_one_step_that_is_repeated_stays_noise():
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_typical_costs_have_every_method(device):
-    table = CPU if device == "cpu" else CUDA
-    for name in table:
-        cost = cost_of("strom:tau=0.01" if name == "strom" else name, device)
+    for name, known in METHODS.items():
+        cost = cost_of(known.example or name, device)
+        assert not cost.guess
         assert cost.bytes_per_element > 0
         assert cost.encode_ns > 0
         assert predict(work_of(10**6, 1.0, 2.0, 0.0), Network(4, 100.0, 0.1), cost).step_ms > 3

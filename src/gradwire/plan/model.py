@@ -123,7 +123,8 @@ class Cost:
     overhead_ms: float  # a bucket: Python, launches, hand-over to the courier
     moments: float  # factor on forward + backward where second moments are made, 1.0 where not
     rounds: int = 1  # collectives a bucket, one after another
-    room: bool = False  # its messages never take longer than an all-reduce of float32: see capacity.py
+    room: bool = False  # its messages never take longer than an all-reduce of float32: see exchange/room.py
+    guess: bool = False  # nobody has measured this method: its times are those of a usual one
 
     def __post_init__(self) -> None:
         if self.kind not in ("sum", "gather", "rounds"):

@@ -52,6 +52,7 @@ class Report:
                 "bytes_on_link": found.bytes_on_link,
                 "wire_ms": found.wire_ms,
                 "chosen": cost.spec == self.verdict.chosen,
+                "guess": cost.guess,
             }
             rows.append(row)
         return rows
@@ -75,6 +76,7 @@ class Report:
         """One row a method; the chosen one is bold."""
         best, work, network = self.best_cast(), self.work, self.network
         buckets = f"{len(work.buckets)} bucket{'s' if len(work.buckets) != 1 else ''}"
+        guessed = any(cost.guess for cost in self.costs)
         hidden = ", ".join(name for key, name in WIDE.items() if key not in times)
         shown = Table(
             title=f"{self.title}: {work.numel:,} parameters in {buckets}; {describe(network)}, "
@@ -83,6 +85,7 @@ class Report:
             caption=f"A step alone: forward {duration(work.forward_ms)}, backward {duration(work.backward_ms)}, "
             f"after it {duration(work.after_ms)}. Sent: by one worker, to the collectives. Exchange: from the first "
             f"bucket ready to the last one back, beside the backward as far as it goes."
+            + (" *: nobody has measured this method; its times are those of a usual one." if guessed else "")
             + (f" Not shown: {hidden}; --csv has all, and a wider screen." if hidden else ""),
             caption_justify="left",
         )
@@ -92,6 +95,7 @@ class Report:
         for row in self.rows():
             against = "-" if row["method"] == best.spec else f"{100 * row['against_best']:+.1f} %"
             name = re.sub(r"(?<=[:,])", "\n  ", row["method"]) if an_option_a_line else row["method"]
+            name += " *" if row["guess"] else ""
             kilobytes, below = short(row["bytes_a_step"] / 1e3), rate(row["faster_below_mbit"])
             style = "bold" if row["chosen"] else None
             shown.add_row(name, kilobytes, *(duration(row[time]) for time in times), against, below, style=style)

@@ -27,7 +27,6 @@ TRAINED = 180  # steps before the first gradient that is looked at: four epochs
 SETTLED = 10  # steps in which a method that holds back or asks for room comes to rest
 COUNTED = 10  # steps whose bytes are counted
 SEED = 0
-EXAMPLES = {"strom": "strom:tau=0.01"}  # of methods with an option that has no default
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Entry:
 def choose(specs: Sequence[str]) -> list[Compressor]:
     """The methods that the command line names; all of them when it names none."""
     try:
-        return [from_spec(spec) for spec in specs or (EXAMPLES.get(name, name) for name in METHODS)]
+        return [from_spec(spec) for spec in specs or (known.example or name for name, known in METHODS.items())]
     except ValueError as error:
         raise InputError(str(error)) from error
 
