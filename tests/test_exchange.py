@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import gradwire
 import scenes
 from gradwire import VGC
 from gradwire.exchange.courier import DIRECT_BYTES, Courier, Flight, courier_of
+from workers import Workers
 
 
 class Slow(torch.autograd.Function):
@@ -130,6 +132,31 @@ def test_every_rank_has_every_message(spawn, workers, device):
     for rows in spawn(workers, gathered_together, sizes, device):
         for number, (size, found) in enumerate(zip(sizes, rows, strict=True)):
             assert torch.equal(found, (100 * number + torch.arange(workers))[:, None].expand(-1, size))
+
+
+def let_go_of(size):
+    """Rank 0 waits for no message, as after an error; rank 1 comes later than that."""
+    courier, rank = courier_of(dist.group.WORLD), dist.get_rank()
+    message = torch.full((size,), rank)
+    begin = time.monotonic()
+    if rank == 0:
+        courier.gather(message)
+        del message
+        gc.collect()
+        return [], 0.0
+    time.sleep(1)
+    return courier.gather(message).wait()[:, 0].tolist(), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("size", [1, DIRECT_BYTES // 8, DIRECT_BYTES])
+def test_what_was_sent_arrives_though_its_sender_does_not_wait(size):
+    workers = Workers(2, timeout=20)
+    try:
+        found, seconds = workers.run(let_go_of, size)[1]
+        assert found == [0, 1]
+        assert seconds < 10
+    finally:
+        workers.close()
 
 
 def goes_on():

@@ -11,13 +11,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from gradwire.methods.base import Sum
 from gradwire.methods.table import METHODS, Known
 from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.choose import duration
@@ -227,10 +227,8 @@ def check_measured(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Halved:
+class Halved(Sum):
     """A method of somebody's own, of which nothing was measured: half of a dense sum."""
-
-    needs_moments: ClassVar[bool] = False
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.bfloat16

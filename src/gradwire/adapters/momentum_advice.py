@@ -12,11 +12,6 @@ from gradwire.methods.topk.definition import TopK
 from gradwire.methods.vgc import VGC
 
 
-def own_momentum(method: Any) -> float:
-    """That a method puts into what it holds back."""
-    return method.momentum if isinstance(method, TopK | VGC) else 0.0
-
-
 class Advice:
     """What is known of a method and an optimizer, told once a method by the first rank."""
 

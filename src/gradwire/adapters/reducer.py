@@ -19,7 +19,7 @@ from gradwire.adapters.unused_parameters import Unused
 from gradwire.adapters.without_hook import Plain
 from gradwire.codec.header import VERSION
 from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
-from gradwire.exchange.budget import Budget, check, density_of
+from gradwire.exchange.budget import Budget, check
 from gradwire.exchange.counting import Meter
 from gradwire.exchange.courier import agree, courier_of
 from gradwire.exchange.pipeline import Delivery
@@ -27,7 +27,7 @@ from gradwire.exchange.room import Capacity, Plan
 from gradwire.exchange.step import Parcel, Step, recorded_event
 from gradwire.exchange.sums import Small, summed
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
+from gradwire.methods.base import Compressor, Sum, checked
 from gradwire.methods.dense import Dense
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
@@ -93,12 +93,12 @@ class Link:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
         agree(self.group, self._facts(checked(compressor)), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
-        waits = not holds_back(compressor) and holds_back(self._compressor) and bool(self.store.residuals())
+        waits = not compressor.holds_back and self._compressor.holds_back and bool(self.store.residuals())
         working = self._compressor if waits else compressor  # in the step that comes
         recorder, delivery = self.recorder, self._delivery
         if working.needs_moments and recorder is None:
             recorder = self._record()
-        if not is_sum(working) and delivery is None:
+        if working.kind != "sum" and delivery is None:
             delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
         if not isinstance(working, Dense):
             self.hook_up()
@@ -126,18 +126,18 @@ class Link:
         self.budget.use(compressor, self.capacity)
         if not compressor.needs_moments:
             self._stop_recording()
-        if not holds_back(compressor):
+        if not compressor.holds_back:
             self.store.prune()
             self._compressed.clear()
-        if not needs_room(compressor):
+        if not compressor.needs_room:
             self.capacity.passed.clear()
-        self.unused.watch(self.parameters if holds_back(compressor) and self.recorder is None else {})
+        self.unused.watch(self.parameters if compressor.holds_back and self.recorder is None else {})
         self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
 
     def close(self) -> None:
         """After an attach that failed: forwards and hooks as they were."""
         self.attached = False
-        if self._next is None and is_sum(self._compressor):
+        if self._next is None and self._compressor.kind == "sum":
             self._stop_recording()
 
     def _stop_recording(self) -> None:
@@ -215,7 +215,7 @@ class Link:
         layout = self._layout(bucket)
         if self.clock is not None:
             self.clock.ready(layout)
-        if is_sum(self._compressor):
+        if isinstance(self._compressor, Sum):
             future = self._sum(bucket.buffer(), layout, self._compressor)
             self._count_sum(layout)
             return future
@@ -238,11 +238,11 @@ class Link:
         return parcel.future.then(lambda future: future.wait())
 
     def _begin_step(self) -> None:
-        plan = Plan(dense=is_sum(self._compressor) or self._next is not None)
-        if not is_sum(self._compressor):
+        plan = Plan(dense=self._compressor.kind == "sum" or self._next is not None)
+        if self._compressor.kind != "sum":
             self._check_begin()
-            if is_gather(self._compressor) and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, density_of(self._compressor))
+            if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
         self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
 
     def _check_begin(self) -> None:

@@ -12,14 +12,13 @@ from torch import Tensor
 from gradwire.codec.header import FIXED, WORD_BYTES
 from gradwire.errors import AttachError
 from gradwire.exchange.batched_vgc import Abreast, fits
-from gradwire.exchange.budget import asked, check, density_of
+from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Meter
 from gradwire.exchange.in_process_graph import FIRST, Repeated, converse, repeats
 from gradwire.exchange.room import Capacity, Plan, most_buckets
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Context, Message, Outcome, Sum, is_rounds, is_sum, needs_room, tensors
+from gradwire.methods.base import Arrival, Context, Message, Outcome, Sum, tensors
 from gradwire.methods.fixed import Body
-from gradwire.methods.held import everything
 
 CPU = torch.device("cpu")
 Rows = Sequence[Tensor] | Tensor  # a vector [N] of each worker
@@ -54,7 +53,7 @@ class Ranks:
     ) -> None:
         numels, n_bytes = {slot.name: slot.numel for slot in layout}, WORD_BYTES * layout.numel
         self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes))  # heads as those of real workers
-        self.needs_room = needs_room(compressor)
+        self.needs_room = compressor.needs_room
         self.planned = planned and self.needs_room
         self._check(compressor)
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
@@ -62,7 +61,7 @@ class Ranks:
         if self.abreast is not None:
             self.states = self.abreast.states()
         else:
-            stateless = is_sum(compressor)
+            stateless = compressor.kind == "sum"
             self.states = [None if stateless else compressor.init(layout, device) for _ in range(world_size)]
         self.repeated: Repeated | None = None
         self._repeats = abreast and repeats(compressor, device)
@@ -87,7 +86,7 @@ class Ranks:
         """Before anything is changed: a budget that can be kept."""
         if not self.planned:
             return
-        if asked(compressor)[1] is not None:
+        if compressor.most_rate is not None:
             raise AttachError(
                 f"budget={compressor.budget!r}: workers in one process have no link and their steps no time of their "
                 "own, so a rate means nothing: give max_bytes_per_step"
@@ -98,7 +97,7 @@ class Ranks:
         capacity: tuple[int, ...] = ()
         density = None
         if self.planned:
-            wanted = (asked(self.compressor)[0], density_of(self.compressor))
+            wanted = (self.compressor.most_bytes, self.compressor.share)
             plan = self.capacity.plan(self.compressor.words, *wanted)
             capacity, dense, density = self.capacity.of(self.layout, plan), plan.dense, plan.density
         elif self.needs_room:
@@ -119,11 +118,11 @@ class Ranks:
     def exchange(self, grads: Rows, moments: Rows, active: Tensor | None = None, dense: bool = False) -> Done:
         """The same where the gradients are not needed any more: they may be written over."""
         context = self.context(active, dense)
-        if is_sum(self.compressor):
+        if self.compressor.kind == "sum":
             done = self._cast(grads, self.compressor)
         elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
             done = self._again(grads, context)
-        elif is_rounds(self.compressor):
+        elif self.compressor.kind == "rounds":
             done = self._summed(grads, context)
         else:
             done = self._gathered(grads, moments, context)
@@ -175,7 +174,7 @@ class Ranks:
 
     def _summed(self, grads: Rows, context: Context) -> Done:
         talks = [
-            everything(self.compressor, grad, state, context)
+            self.compressor.everything(grad, state, context)
             if context.dense
             else self.compressor.rounds(grad, state, context)
             for grad, state in zip(grads, self.states, strict=True)
@@ -219,7 +218,7 @@ class Ranks:
 
 def _form(compressor: Any) -> type | None:
     """Of a worker's state."""
-    return None if is_sum(compressor) else type(compressor.init(Layout.of([]), CPU))
+    return None if compressor.kind == "sum" else type(compressor.init(Layout.of([]), CPU))
 
 
 def _rows(vectors: Rows) -> Tensor:

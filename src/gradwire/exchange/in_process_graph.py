@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.arithmetic.finite import sifted
 from gradwire.codec.header import WORD_BYTES
 from gradwire.compile.capture_guard import calm
-from gradwire.methods.base import Context, Outcome, Rounds, is_rounds, said_by
+from gradwire.methods.base import Context, Outcome, Rounds, said_by
 from gradwire.methods.fixed import Body, Fixed
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Repeated:
         if self._graph is None:
             self._grads, self._graph = grads, torch.cuda.CUDAGraph()
             with calm(), torch.cuda.graph(self._graph):
-                rounds = is_rounds(self.compressor)
+                rounds = self.compressor.kind == "rounds"
                 self._made = self._converse(grads, context) if rounds else self._gather(grads, context)
         assert grads.data_ptr() == self._grads.data_ptr()
         self._graph.replay()

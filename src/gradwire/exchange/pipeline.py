@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import traceback
 import warnings
@@ -22,17 +21,14 @@ from gradwire.exchange.room import Capacity
 from gradwire.exchange.step import Parcel, Sent, Step
 from gradwire.methods.base import (
     Arrival,
+    Compressor,
     Context,
     Gather,
     Rounds,
     State,
-    Stateful,
-    is_rounds,
-    needs_room,
     said_by,
     tensors,
 )
-from gradwire.methods.held import everything
 
 
 class Delivery:
@@ -44,7 +40,7 @@ class Delivery:
         self._warned = False
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
+    def submit(self, compressor: Compressor, step: Step, parcel: Parcel) -> None:
         """Queues a parcel; its future is resolved after the step's last one."""
         self._courier.submit(lambda: self._work(compressor, step, parcel))
 
@@ -66,16 +62,17 @@ class Delivery:
 
         return done.then(resolve)
 
-    def _work(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
+    def _work(self, compressor: Compressor, step: Step, parcel: Parcel) -> None:
         """Encodes and sends; what follows is work behind the buckets that are ready by now."""
         step.parcels.append(parcel)
 
         def send() -> None:
-            if is_rounds(compressor):
+            if isinstance(compressor, Rounds):
                 # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
                 self._converse(compressor, step, parcel)
                 self._arrived(step, parcel)
                 return
+            assert isinstance(compressor, Gather)
             sent = self._send(compressor, step, parcel)
             self._courier.submit(lambda: self._do(step, parcel, lambda: self._arrive(step, sent)))
 
@@ -105,14 +102,14 @@ class Delivery:
         if step.tensors_left == 0:
             self._finish(step)
 
-    def _context(self, compressor: Stateful, step: Step, parcel: Parcel) -> Context:
+    def _context(self, compressor: Compressor, step: Step, parcel: Parcel) -> Context:
         layout = parcel.bucket.layout
-        capacity = self._capacity.of(layout, step.plan) if needs_room(compressor) else ()
+        capacity = self._capacity.of(layout, step.plan) if compressor.needs_room else ()
         courier, dense = self._courier, step.plan.dense
         common = (layout, step.number, capacity, parcel.active, courier.world_size, dense, courier.rank)
         return Context(*common, density=step.plan.density)
 
-    def _send(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> Sent:
+    def _send(self, compressor: Gather, step: Step, parcel: Parcel) -> Sent:
         layout, state, context = parcel.bucket.layout, parcel.bucket.state, self._context(compressor, step, parcel)
         if step.budget is not None:
             step.budget.ask(self._courier, parcel.buffer.device)
@@ -145,10 +142,10 @@ class Delivery:
         step.arrivals.append((context.layout, arrival))
         self._count(parcel, sent.data, whole is not None)
 
-    def _converse(self, compressor: Rounds[Any], step: Step, parcel: Parcel) -> None:
+    def _converse(self, compressor: Rounds, step: Step, parcel: Parcel) -> None:
         """All sums of one bucket; in a dense step one, of everything."""
         state, context = parcel.bucket.state, self._context(compressor, step, parcel)
-        rounds = functools.partial(everything, compressor) if context.dense else compressor.rounds
+        rounds = compressor.everything if context.dense else compressor.rounds
         n_bytes = 0
         with self._meter.phase("encode"):
             talk = rounds(parcel.unscaled()[0], state, context)

@@ -50,7 +50,7 @@ class Parcel:
 class Sent:
     """A parcel whose message is on its way; summed: in a dense step, all that was held back too."""
 
-    compressor: Gather[Any]
+    compressor: Gather
     parcel: Parcel
     context: Context
     data: Tensor

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from gradwire.codec.header import FIXED, WORD_BYTES
-from gradwire.exchange.budget import asked, density_of
 from gradwire.exchange.room import Capacity, Plan, most_buckets
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Context, is_rounds, is_sum, needs_room, said_by
+from gradwire.methods.base import Compressor, Context, said_by
 from gradwire.methods.table import to_spec
 from gradwire.plan.model import NS_PER_MS, Cost
 
@@ -88,7 +87,7 @@ def _cost(dry: Dry, times: list[_Times], alone_ms: float, handed_over_ms: float)
         overhead_ms=fixed_ms + handed_over_ms,
         moments=1.0,
         rounds=max(1, round(statistics.mean(one.rounds for one in times) / n_buckets)),
-        room=needs_room(dry.compressor),
+        room=dry.compressor.needs_room,
     )
 
 
@@ -144,7 +143,7 @@ class Dry:
     times: list[_Times] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stateless = is_sum(self.compressor)
+        stateless = self.compressor.kind == "sum"
         self.states = [None if stateless else self.compressor.init(layout, self.device) for layout in self.layouts]
         numels = {slot.name: slot.numel for layout in self.layouts for slot in layout}
         n_bytes = WORD_BYTES * sum(numels.values())
@@ -152,9 +151,9 @@ class Dry:
 
     @property
     def kind(self) -> str:
-        if is_sum(self.compressor):
+        if self.compressor.kind == "sum":
             return "sum"
-        return "rounds" if is_rounds(self.compressor) else "gather"
+        return "rounds" if self.compressor.kind == "rounds" else "gather"
 
     @property
     def n_messages(self) -> int:
@@ -164,8 +163,8 @@ class Dry:
     def step(self, gradients: Buckets, moments: Buckets, lean: bool = False) -> None:
         """A flat float32 tensor a bucket. lean: nothing that a training would not do, else they are not changed."""
         run = {"sum": self._cast, "rounds": self._converse, "gather": self._gather}[self.kind]
-        room = needs_room(self.compressor)
-        wanted = (asked(self.compressor)[0], density_of(self.compressor))
+        room = self.compressor.needs_room
+        wanted = (self.compressor.most_bytes, self.compressor.share)
         plan = self.capacity.plan(self.compressor.words, *wanted) if room else Plan(dense=False)
         self.times.append(_Times(dense=plan.dense))
         for layout, state, gradient, moment in zip(self.layouts, self.states, gradients, moments, strict=True):
@@ -205,7 +204,7 @@ class Dry:
         if whole is not None:
             times.n_bytes += whole.numel() * WORD_BYTES
             self.compressor.clear(state, context)
-        if arrival.passed is not None and needs_room(self.compressor):
+        if arrival.passed is not None and self.compressor.needs_room:
             self.capacity.note(context.layout, self.largest(arrival.passed.tolist()))
 
     def _converse(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:

@@ -6,15 +6,12 @@ What they send is not from a table: it is counted in a step on a random gradient
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from gradwire.codec.header import FIXED, WORD_BYTES
-from gradwire.exchange.budget import density_of
 from gradwire.exchange.room import above, padded
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, is_sum, needs_room
+from gradwire.methods.base import Compressor
 from gradwire.methods.table import METHODS, Typical, from_spec
 from gradwire.plan.costs import Dry
 from gradwire.plan.model import FLOAT_BYTES, Cost, Work
@@ -39,10 +36,9 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
     measured = known.cpu if device == "cpu" else known.cuda
     times = measured or GUESS[device]
     dry = Dry(compressor, [Layout.of([("weight", (SIDE, SIDE))])], 2, torch.device("cpu"))
-    share = density_of(compressor) or density or DENSITY
+    share = compressor.share or density or DENSITY
     n_bytes, rounds = _sent(compressor, share, dry)
     head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
-    n_sums = is_sum(compressor)
     return Cost(
         spec=spec,
         kind=dry.kind,
@@ -51,10 +47,10 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
         encode_ns=times.encode + times.encode_sent * share,
         decode_ns=times.decode,
         decode_message_ns=times.message + times.message_sent * share,
-        overhead_ms=0.01 if n_sums else OVERHEAD_MS[device],
+        overhead_ms=0.01 if compressor.kind == "sum" else OVERHEAD_MS[device],
         moments=MOMENTS[device] if compressor.needs_moments else 1.0,
         rounds=rounds,
-        room=needs_room(compressor),
+        room=compressor.needs_room,
         guess=measured is None,
     )
 
@@ -62,11 +58,10 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
 def _sent(compressor: Compressor, density: float, dry: Dry) -> tuple[float, int]:
     """(bytes, collectives) of one bucket of SIDE x SIDE elements."""
     numel = SIDE**2
-    if needs_room(compressor):
-        method: Any = compressor
+    if compressor.needs_room:
         count = round(density * numel)
-        room = min(numel, padded(count) if density_of(compressor) is None else above(count))
-        return WORD_BYTES * (FIXED + method.words(numel, room)), 1
+        room = min(numel, padded(count) if compressor.share is None else above(count))
+        return WORD_BYTES * (FIXED + compressor.words(numel, room)), 1
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     dry.step([gradient], [gradient.square()])
     return dry.times[-1].n_bytes, dry.times[-1].rounds

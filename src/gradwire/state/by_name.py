@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradwire.exchange.step import Bucket
 from gradwire.layout import Layout
-from gradwire.methods.base import SAME, Stateful, of_slot, powers
+from gradwire.methods.base import SAME, Compressor, of_slot, powers
 
 
 class Store:
@@ -21,13 +21,13 @@ class Store:
         self._fields: dict[str, dict[str, Tensor]] = {}  # by parameter, by state field: views of the flat tensors
         self.powers: dict[str, int] = {}  # by state field: how it goes over to another number of workers
 
-    def bucket(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
+    def bucket(self, layout: Layout, compressor: Compressor, device: torch.device) -> Bucket:
         """The flat tensors for this layout; what is known of its parameters is carried over."""
         if layout not in self._buckets:
             self._buckets[layout] = self._lay(layout, compressor, device)
         return self._buckets[layout]
 
-    def _lay(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
+    def _lay(self, layout: Layout, compressor: Compressor, device: torch.device) -> Bucket:
         flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         bucket = Bucket(layout, compressor.init(layout, device), flat)
         self.powers = powers(bucket.state)

@@ -30,7 +30,7 @@ from gradwire.errors import CheckpointError
 from gradwire.exchange.courier import Flight, agree, courier_of
 from gradwire.exchange.sums import Small
 from gradwire.methods import Compressor, Dense, to_spec
-from gradwire.methods.base import Sum, is_sum, needs_room
+from gradwire.methods.base import Sum
 from gradwire.plan.choose import Verdict, choose, describe
 from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
@@ -117,7 +117,7 @@ class Pilot:
         """With a method that is in use from now on."""
         self._clock.forget()
         self._asked, self._since, self._bytes, self._expected_ms = None, 0, 0, None
-        self._warm = WARM[needs_room(self._link.compressor)]
+        self._warm = WARM[self._link.compressor.needs_room]
         if self._link.plain is not None:
             self._link.plain.watch(closely=True)
 
@@ -146,7 +146,7 @@ class Pilot:
         expected = self._predicted_ms() if self._expected_ms is None else self._expected_ms
         drifted = shorter > DRIFT * expected or longer < expected / DRIFT
         worth = first or WINDOW * abs(step_ms - expected) / 1e3 > self._probe_s
-        compressed = not is_sum(self._link.compressor)
+        compressed = self._link.compressor.kind != "sum"
         again = (drifted and worth) or SHARES[compressed] * rows[0][6] > self._probe_s
         if again and self._has_changed():
             self._plan(self._predicted_ms())
@@ -164,7 +164,7 @@ class Pilot:
     def _learn(self, parts: list[float]) -> None:
         """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
         spec = self.chosen
-        if self._work is None or (is_sum(self._link.compressor) and self._clock.seen()):
+        if self._work is None or (self._link.compressor.kind == "sum" and self._clock.seen()):
             self._work = work_of(self._clock.layouts(), parts)
         self._price([spec])
         # the same on every rank: so long are the messages of all
@@ -201,7 +201,7 @@ class Pilot:
     def _plan(self, step_ms: float) -> None:
         """step_ms: of the method in use, on the link as it is now."""
         assert self._work is not None
-        verdict = self._choose([spec for spec, method in self.methods.items() if is_sum(method)])
+        verdict = self._choose([spec for spec, method in self.methods.items() if method.kind == "sum"])
         best_ms = verdict.predictions[verdict.chosen].step_ms
         if best_ms > (1 + MARGIN) * self._work.compute_ms:  # else there is nothing to be won
             verdict = self._choose(list(self.methods))
@@ -220,7 +220,7 @@ class Pilot:
     def _or_rival(self, verdict: Verdict) -> Verdict:
         """While a compressor is in use, and the choice was timed on this link: one that was not, and may be faster."""
         chosen = verdict.chosen
-        if is_sum(self._link.compressor) or chosen not in self._errors:
+        if self._link.compressor.kind == "sum" or chosen not in self._errors:
             return verdict
         below_ms = (1 - MARGIN) * verdict.predictions[chosen].step_ms
         other = rival(verdict.predictions, self._errors, self.methods, below_ms)
@@ -237,7 +237,7 @@ class Pilot:
         """
         if spec == self.chosen:
             return -math.inf
-        to_sum, from_sum = (is_sum(self.methods[one]) for one in (spec, self.chosen))
+        to_sum, from_sum = (self.methods[one].kind == "sum" for one in (spec, self.chosen))
         if to_sum and not from_sum:
             return -math.inf
         return 2 * MARGIN if from_sum and not to_sum and spec not in self._errors else MARGIN
@@ -258,7 +258,7 @@ class Pilot:
     def _small(self, spec: str) -> Small | None:
         """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
         assert self._work is not None
-        sums = {name: method for name, method in self.methods.items() if is_sum(method)}
+        sums = {name: method for name, method in self.methods.items() if isinstance(method, Sum)}
         if self._costs[spec].kind == "sum":
             return None
         limit = 0

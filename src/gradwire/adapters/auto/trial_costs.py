@@ -12,7 +12,6 @@ from torch import Tensor
 from gradwire.adapters.reducer import Link
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
-from gradwire.methods.base import is_sum
 from gradwire.plan import costs
 from gradwire.plan.model import Cost, Network, Prediction, piece_of
 
@@ -67,8 +66,8 @@ def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, C
     """
     if spec in errors:
         return errors[spec]
-    alike = [error for one, error in errors.items() if is_sum(methods[one]) == is_sum(methods[spec])]
-    others = [] if is_sum(methods[spec]) else list(errors.values())
+    alike = [error for one, error in errors.items() if methods[one].kind == "sum" == methods[spec].kind == "sum"]
+    others = [] if methods[spec].kind == "sum" else list(errors.values())
     return [1.0, *others, *alike][-1]
 
 
@@ -80,7 +79,7 @@ def rival(
 ) -> str | None:
     """The likeliest of the methods that may take less, and that nobody has timed: those in `errors` were."""
     may_take = {
-        spec: (1 - WRONG[is_sum(methods[spec])]) * prediction.step_ms
+        spec: (1 - WRONG[methods[spec].kind == "sum"]) * prediction.step_ms
         for spec, prediction in predictions.items()
         if spec not in errors
     }
