@@ -1,6 +1,6 @@
 """What `import gradwire` takes beyond `import torch`: fresh processes, one with it and one without in turn.
 
-The least of each side counts: whatever else the machine does only adds to it. The first process of each kind is not
+CPU time, the least of each side: whatever else the machine does only adds to it. The first process of each kind is not
 counted, because it may have to compile Python and to read it from the disk.
 """
 
@@ -25,7 +25,7 @@ WITH = {
 
 def took_ms(program: str) -> float:
     """Of a process of its own."""
-    timed = f"import time; begin = time.perf_counter(); {program}; print(1e3 * (time.perf_counter() - begin))"
+    timed = f"import time; begin = time.process_time(); {program}; print(1e3 * (time.process_time() - begin))"
     # without compiled Python kept on the disk every process would compile it anew
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run([sys.executable, "-c", timed], env=environment, capture_output=True, text=True, check=True)
