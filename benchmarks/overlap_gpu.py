@@ -90,7 +90,7 @@ class Marks(list[Mark]):
 
     def watch(self, wire: gradwire.Wire) -> None:
         """The phases of every bucket, and the moment in which the backward hands it over."""
-        meter, delivery = wire._link.meter, wire._link._delivery
+        meter, delivery = wire._link.meter, wire._link._pipeline
         phase, submit = meter.phase, delivery.submit
 
         @contextmanager

@@ -190,7 +190,7 @@ def test_groups_that_are_a_part_of_the_world(spawn):
 def shared():
     models = [scenes.ddp(scenes.net(seed)) for seed in range(2)]
     wires = [gradwire.attach(model, VGC(alpha=1.0)) for model in models]
-    couriers = {id(wire._link._delivery._courier) for wire in wires}
+    couriers = {id(wire._link._pipeline._courier) for wire in wires}
     return len(couriers), courier_of(models[0].process_group).group is not models[0].process_group
 
 

@@ -165,7 +165,7 @@ def corrupt(rank_hit, sender):
     optimizer = scenes.sgd(model)
     list(scenes.train(model, range(3), optimizer))
     old = wire.state_dict()["parameters"]
-    courier = wire._link._delivery._courier
+    courier = wire._link._pipeline._courier
     gather, calls = courier.gather, []
 
     def spoiled(message):

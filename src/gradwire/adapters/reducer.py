@@ -22,12 +22,12 @@ from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
 from gradwire.exchange.budget import Budget, check
 from gradwire.exchange.counting import Meter
 from gradwire.exchange.courier import agree, courier_of
-from gradwire.exchange.pipeline import Delivery
-from gradwire.exchange.room import Capacity, Plan
-from gradwire.exchange.step import Parcel, Step, recorded_event
-from gradwire.exchange.sums import Small, summed
+from gradwire.exchange.pipeline import Backward, Job, Pipeline, recorded_event
+from gradwire.exchange.room import Capacity, RoomPlan
+from gradwire.exchange.step import Part
+from gradwire.exchange.sums import SmallBuckets, summed
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Sum, checked
+from gradwire.methods.base import Compressor, Context, Sum, checked
 from gradwire.methods.dense import Dense
 from gradwire.moments import Recorder
 from gradwire.moments.graphed import Graphed
@@ -75,10 +75,10 @@ class Link:
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
         self._advice = Advice(self.group)
-        self._small: Small | None = None
+        self._small: SmallBuckets | None = None
         self._compressed: set[str] = set()  # tensors that may hold something back
-        self._delivery: Delivery | None = None
-        self._step = Step(0, Plan(dense=True), tensors_left=0, done=True)
+        self._pipeline: Pipeline | None = None
+        self._step = Backward(0, RoomPlan(dense=True), done=True)
         self._last_scale: Tensor | None = None
         self._updates: int | None = None  # the parameters' versions when the last exchange began
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -89,20 +89,20 @@ class Link:
         """The one that was asked for last."""
         return self._next or self._compressor
 
-    def use(self, compressor: Compressor, small: Small | None = None) -> None:
+    def use(self, compressor: Compressor, small: SmallBuckets | None = None) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
         agree(self.group, self._facts(checked(compressor)), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
         waits = not compressor.holds_back and self._compressor.holds_back and bool(self.store.residuals())
         working = self._compressor if waits else compressor  # in the step that comes
-        recorder, delivery = self.recorder, self._delivery
+        recorder, pipeline = self.recorder, self._pipeline
         if working.needs_moments and recorder is None:
             recorder = self._record()
-        if working.kind != "sum" and delivery is None:
-            delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
+        if working.kind != "sum" and pipeline is None:
+            pipeline = Pipeline(courier_of(self.group), self.meter, self.capacity, self._end_step)
         if not isinstance(working, Dense):
             self.hook_up()
-        self.recorder, self._delivery, self._small = recorder, delivery, small  # nothing can fail from here on
+        self.recorder, self._pipeline, self._small = recorder, pipeline, small  # nothing can fail from here on
         if waits:
             self._next = compressor
         else:
@@ -195,8 +195,8 @@ class Link:
             root.register_forward_pre_hook(_refuse)  # a backward that raises would leave DDP's reducer in the middle
         self._stop_recording()
         self.unused.watch({})
-        if self._delivery is not None and not self._step.done:
-            self._delivery.abandon(self._step)
+        if self._pipeline is not None and not self._step.done:
+            self._pipeline.abandon(self._step)
 
     def _facts(self, compressor: Compressor) -> dict[str, str]:
         tensors = "\n".join(f"{name} {tuple(p.shape)} {p.stride()} {p.dtype}" for name, p in self.parameters.items())
@@ -219,13 +219,13 @@ class Link:
             future = self._sum(bucket.buffer(), layout, self._compressor)
             self._count_sum(layout)
             return future
-        assert self._delivery is not None
+        assert self._pipeline is not None
         if self._small is not None and self._is_small(layout, self._small):
             self._consume(layout, bucket.buffer())
             future = self._sum(bucket.buffer(), layout, self._small.method)
-            return self._delivery.beside(self._step, len(layout), future)
+            return self._pipeline.beside(self._step, len(layout), future)
         self._compressed.update(layout.names)
-        parcel = Parcel(
+        job = Job(
             bucket=self.store.bucket(layout, self._compressor, bucket.buffer().device),
             buffer=bucket.buffer(),
             active=self._consume(layout, bucket.buffer()),
@@ -233,17 +233,23 @@ class Link:
             ready=recorded_event(self.device),
             future=Future(devices=[self.device] if self.device.type == "cuda" else []),
         )
-        self._delivery.submit(self._compressor, self._step, parcel)
+        self._pipeline.submit(self._compressor, self._step, job)
         # set_exception alone would surface as "Unable to cast Python instance to Tensor"
-        return parcel.future.then(lambda future: future.wait())
+        return job.future.then(lambda future: future.wait())
 
     def _begin_step(self) -> None:
-        plan = Plan(dense=self._compressor.kind == "sum" or self._next is not None)
+        plan = RoomPlan(dense=self._compressor.kind == "sum" or self._next is not None)
         if self._compressor.kind != "sum":
             self._check_begin()
             if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
                 plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
-        self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
+        self._step = Backward(
+            self.steps,
+            plan,
+            may_be_skipped=self._last_scale is not None,
+            tensors_left=len(self.parameters),
+            budget=self.budget if self.budget.due else None,
+        )
 
     def _check_begin(self) -> None:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
@@ -319,7 +325,7 @@ class Link:
                 recorder.consume(slot.name, slot.of(buffer))
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
-    def _is_small(self, layout: Layout, small: Small) -> bool:
+    def _is_small(self, layout: Layout, small: SmallBuckets) -> bool:
         """Not if something of it is held back: a sum would leave that where it is."""
         return layout.numel <= small.numel and self._compressed.isdisjoint(layout.names)
 
@@ -332,7 +338,9 @@ class Link:
             self._end_step(finite=True)
 
     def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
-        return summed(buffer, layout, method, self.group, self.meter, self._arrived)
+        context = Context(layout, self._step.number, world_size=self.world_size)
+        part = Part(self._step, method, None, context, buffer, buffer, buffer)
+        return summed(part, self.group, self.meter, self._arrived)
 
     def _arrived(self) -> None:
         if self.clock is not None:

@@ -86,9 +86,9 @@ class Meter:
             self.bytes_received += n_received
             self.dense_bytes += n_dense
 
-    def elements(self, layout: Layout, sent: Tensor | None, passed: Tensor | None, norm: Tensor) -> None:
+    def elements(self, layout: Layout, sent: Tensor | None, passed: Tensor | None, norm: Tensor | None) -> None:
         """Elements of one bucket that were sent (None: all) and that passed (None: as many), [K] each, and |sent|_1."""
-        if sent is None:
+        if sent is None or norm is None:
             self.everything(layout, norm)
             return
         passed = sent if passed is None else passed

@@ -25,6 +25,7 @@ class Context:
     dense: bool = False  # everything is sent beside the message, which then carries nothing
     rank: int = 0  # of the one that encodes: what it rounds by chance is independent of what the others do
     density: float | None = None  # that a budget allows in this step; None: as the method's options say
+    bare: bool = False  # messages of one length have no head: they stay in this process
 
     def only(self, flat: Tensor) -> Tensor:
         """[N] with zeros in the tensors that have no gradient in this step."""
@@ -40,6 +41,7 @@ class Message:
     sent: Tensor | None  # integers [K], elements sent of each tensor; None: all of them
     passed: Tensor | None  # int32 [K], elements of each tensor that asked for room
     sent_norm: Tensor  # float32 [], |sent|_1
+    finite: Tensor | None = None  # bool []: of the gradient, where the message has no head to say it
 
 
 @dataclass
@@ -215,11 +217,3 @@ def checked(given: Any) -> Compressor:
             f"expected a compressor such as gradwire.VGC(alpha=1.5), or its spec, 'vgc:alpha=1.5', got {given!r}"
         )
     return given
-
-
-def said_by(talk: Generator[Tensor, Tensor, Outcome], total: Tensor | None) -> Tensor | Outcome:
-    """What a method says to a sum, None at first: the next tensor, or what came of all of them."""
-    try:
-        return next(talk) if total is None else talk.send(total)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]

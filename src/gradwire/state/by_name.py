@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gradwire.exchange.step import Bucket
+from gradwire.exchange.pipeline import Bucket
 from gradwire.layout import Layout
 from gradwire.methods.base import SAME, Compressor, of_slot, powers
 

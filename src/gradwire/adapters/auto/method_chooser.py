@@ -28,7 +28,7 @@ from gradwire.adapters.auto.trial_costs import alone_ms, dry_run, likely_error, 
 from gradwire.adapters.reducer import Link
 from gradwire.errors import CheckpointError
 from gradwire.exchange.courier import Flight, agree, courier_of
-from gradwire.exchange.sums import Small
+from gradwire.exchange.sums import SmallBuckets
 from gradwire.methods import Compressor, Dense, to_spec
 from gradwire.methods.base import Sum
 from gradwire.plan.choose import Verdict, choose, describe
@@ -255,7 +255,7 @@ class Pilot:
             rows = self._council.answer(self._council.ask(numbers_of(cost)))
             self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
 
-    def _small(self, spec: str) -> Small | None:
+    def _small(self, spec: str) -> SmallBuckets | None:
         """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
         assert self._work is not None
         sums = {name: method for name, method in self.methods.items() if isinstance(method, Sum)}
@@ -269,4 +269,4 @@ class Pilot:
             if cheapest == spec:
                 break
             limit, best = numel, sums[cheapest]
-        return None if best is None else Small(limit, best)
+        return None if best is None else SmallBuckets(limit, best)
