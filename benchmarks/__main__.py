@@ -18,7 +18,7 @@ import torch
 import typer
 from rich.console import Console
 
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 SUITES = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo import Kind, kinds
 from gradwire.moments import Recorder, Row
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs" / "results" / "coverage.csv", ROOT / "docs" / "coverage.md"

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import cifar10, digits, fashion, tasks, text
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.task import Schedule, Share
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from gradwire.tools.experiment.experiment_file import Experiment
 from gradwire.tools.experiment.grid import Run
-from gradwire.tools.experiment.runner import Watcher
-from gradwire.tools.experiment.spec import Experiment
-from gradwire.tools.experiment.virtual import Row
-from gradwire.tools.train.progress import show
+from gradwire.tools.experiment.run_grid import Watcher
+from gradwire.tools.experiment.simulated_training import Row
+from gradwire.tools.progress import show
 
 
 class Lines:

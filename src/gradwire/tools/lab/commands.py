@@ -17,10 +17,10 @@ from typing import Any, Protocol
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab.rates import Link, Rate
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.launch import explain, when
-from gradwire.tools.train.worker import ERROR_FILE
+from gradwire.tools.train.worker_process import ERROR_FILE
 
 LOOK_S = 0.02  # between two looks at the processes
 GRACE_S = 5.0  # from SIGTERM to SIGKILL

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab.namespaces import exit_on_signals
 from gradwire.tools.lab.rates import Rate
-from gradwire.tools.train.errors import InputError
 
 
 class Loopback:

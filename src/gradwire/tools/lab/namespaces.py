@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import leftovers
 from gradwire.tools.lab.iproute import call, find, missing
 from gradwire.tools.lab.rates import UNLIMITED, Link, Rate, Rates, parse_link, parse_links, token_bucket
-from gradwire.tools.train.errors import InputError
 
 INTERFACE, BRIDGE = "eth0", "bridge0"
 NETWORK = "10.213.0"  # nothing outside the namespaces sees it, so that several labs may have the same addresses

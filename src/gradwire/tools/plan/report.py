@@ -24,7 +24,7 @@ LEAST = {"step_ms": WIDE["step_ms"]}
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """All that was measured or given, and what follows from it."""
 
     title: str

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, missing
 from gradwire.tools.lab.commands import Hosts, run
 from gradwire.tools.lab.loopback import Loopback
 from gradwire.tools.lab.rates import Rates
-from gradwire.tools.train.errors import InputError
 
 Event = dict[str, Any]
 LOOK_S = 0.05

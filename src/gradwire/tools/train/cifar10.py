@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwire.tools.train import classify
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train import classification
 from gradwire.tools.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
 
 # MD5 of the files of the original cifar-10-binary.tar.gz
@@ -83,7 +83,7 @@ class Cifar10:
         return self.images[indices].float() / 255, self.targets[indices]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return classify.cross_entropy(outputs, targets)
+        return classification.cross_entropy(outputs, targets)
 
     def evaluate(self, model: nn.Module, share: Share) -> Tensor:
         device = next(model.parameters()).device
@@ -91,11 +91,11 @@ class Cifar10:
         mine = torch.arange(share.rank, len(self.test_targets), share.world, device=self.test_targets.device)
         for part in torch.split(mine, EVALUATION_BATCH[device.type]):
             inputs = self.test_images[part].to(device).float() / 255
-            totals += classify.count_right(model, inputs, self.test_targets[part].to(device))
+            totals += classification.count_right(model, inputs, self.test_targets[part].to(device))
         return totals
 
     def score(self, totals: Tensor) -> dict[str, float]:
-        return classify.accuracy(totals)
+        return classification.accuracy(totals)
 
 
 def read_checked(path: Path, md5: str) -> bytes:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwire.tools.train import classify
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train import classification
 from gradwire.tools.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
 
 # bytes and MD5 of the official files, unpacked
@@ -56,16 +56,16 @@ class Fashion:
         return standardised(self.images[indices]), self.targets[indices]
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return classify.cross_entropy(outputs, targets)
+        return classification.cross_entropy(outputs, targets)
 
     def evaluate(self, model: nn.Module, share: Share) -> Tensor:
         device = next(model.parameters()).device
         mine = slice(share.rank, None, share.world)
         inputs = standardised(self.test_images[mine].to(device))
-        return classify.count_right(model, inputs, self.test_targets[mine].to(device))
+        return classification.count_right(model, inputs, self.test_targets[mine].to(device))
 
     def score(self, totals: Tensor) -> dict[str, float]:
-        return classify.accuracy(totals)
+        return classification.accuracy(totals)
 
 
 def standardised(images: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 import gradwire
-from gradwire.state.files import write_atomic
+from gradwire.state.durable_files import write_atomic
 
 if TYPE_CHECKING:
     from gradwire.exchange.counting import Stats
-    from gradwire.tools.train.settings import Plan
+    from gradwire.tools.train.settings import TrainingPlan
 
 Row = dict[str, float]
 
@@ -88,7 +88,7 @@ def write_csv(path: Path, rows: Sequence[Row], scores: Sequence[str]) -> None:
     write_atomic(path, text.getvalue())
 
 
-def summarise(plan: Plan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
+def summarise(plan: TrainingPlan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
     """How the run was started, with what, and how it ended."""
     return {
         "command": shlex.join(["gradwire", *sys.argv[1:]]),

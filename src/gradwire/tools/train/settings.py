@@ -11,10 +11,10 @@ from gradwire.errors import AttachError
 from gradwire.exchange import budget
 from gradwire.exchange.room import Capacity, most_buckets
 from gradwire.methods import Compressor, from_spec, to_spec
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import optimizers, tasks
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.task import Schedule, Task
-from gradwire.tools.train.team import TIMEOUT_S
+from gradwire.tools.train.worker_group import TIMEOUT_S
 
 DEFAULT_WORKERS = 4
 LONGEST_S = 1e6  # that one may wait for the others: eleven days
@@ -46,7 +46,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Settings that were checked, with every default filled in and the data open."""
 
     title: str
@@ -83,7 +83,7 @@ class Plan:
         }
 
 
-def check(settings: Settings) -> Plan:
+def check(settings: Settings) -> TrainingPlan:
     """Fill in the defaults and open the data, or raise an InputError that says what is wrong and what to do."""
     kind = tasks.find(settings.task)
     optimizers.find(settings.optimizer)
@@ -93,7 +93,7 @@ def check(settings: Settings) -> Plan:
     schedule = defaults.schedules[settings.optimizer]
     if settings.learning_rate is not None:
         schedule = Schedule(settings.learning_rate, halve_every=schedule.halve_every)
-    plan = Plan(
+    plan = TrainingPlan(
         title=f"{settings.task} {settings.compressor}",
         task=kind.open(settings.data),
         compressor=compressor,
@@ -153,7 +153,7 @@ def check_numbers(settings: Settings) -> None:
         raise InputError("--resume goes on with a run and --overwrite starts it anew: give one of them")
 
 
-def check_enough_samples(plan: Plan) -> None:
+def check_enough_samples(plan: TrainingPlan) -> None:
     """An epoch has at least one step of every worker."""
     needed, there = plan.workers * plan.batch, plan.task.samples
     if there < needed:
@@ -163,7 +163,7 @@ def check_enough_samples(plan: Plan) -> None:
         )
 
 
-def check_budget(plan: Plan) -> None:
+def check_budget(plan: TrainingPlan) -> None:
     """A budget in bytes that the task's network can keep."""
     if (plan.compressor.most_bytes, plan.compressor.most_rate) == (None, None):
         return

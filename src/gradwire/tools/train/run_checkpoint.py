@@ -12,10 +12,10 @@ import torch
 import gradwire
 from gradwire.simulation import random_state as randomness
 from gradwire.state import manifest
-from gradwire.state.files import write_atomic
+from gradwire.state.durable_files import write_atomic
 from gradwire.tools.train.loop import Trainer
 from gradwire.tools.train.run_directory import LATEST, Checkpoint, checkpoint_path
-from gradwire.tools.train.standing import Standing
+from gradwire.tools.train.run_state import RunState
 
 TRAINING, WIRE = "training.pt", "wire"
 
@@ -25,31 +25,31 @@ def save(trainer: Trainer, out: Path) -> None:
 
     1 everything into a folder whose name nobody looks for   2 force it to the disk, rename   3 `latest` names it
     """
-    team, standing = trainer.team, trainer.gather_standing()
-    final = checkpoint_path(out, standing.epoch, standing.step)
+    group, state = trainer.group, trainer.gather_state()
+    final = checkpoint_path(out, state.epoch, state.step)
     unfinished = final.with_name(f"{final.name}.unfinished")
-    if team.leads:
+    if group.leads:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    team.barrier()
+    group.barrier()
     gradwire.save(trainer.wire, unfinished / WIRE)
-    generators = team.gather(randomness.get_state(team.device)).cpu()
-    if team.leads:
+    generators = group.gather(randomness.get_state(group.device)).cpu()
+    if group.leads:
         content = {
             "model": trainer.model.state_dict(),
             "optimizer": trainer.optimizer.state_dict(),
-            "standing": standing.to_plain(),
+            "standing": state.to_plain(),
             "generators": generators,
         }
         torch.save(content, unfinished / TRAINING)
-        write_manifest(unfinished, standing, team.world)
+        write_manifest(unfinished, state, group.world)
         publish(unfinished, final)
-    team.barrier()
+    group.barrier()
 
 
-def write_manifest(folder: Path, standing: Standing, workers: int) -> None:
+def write_manifest(folder: Path, state: RunState, workers: int) -> None:
     """List every file with its digest, all of it on the disk, and say where the run stands."""
-    manifest.seal(folder, workers=workers, epoch=standing.epoch, step=standing.step)
+    manifest.seal(folder, workers=workers, epoch=state.epoch, step=state.step)
 
 
 def publish(unfinished: Path, final: Path) -> None:
@@ -67,12 +67,12 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     trainer.model.load_state_dict(content["model"])
     trainer.optimizer.load_state_dict(content["optimizer"])
     gradwire.load(trainer.wire, checkpoint / WIRE)
-    trainer.standing = Standing.from_plain(content["standing"])
-    generators, team = content["generators"], trainer.team
-    if len(generators) == team.world:
-        randomness.set_state(generators[team.rank], team.device)
+    trainer.state = RunState.from_plain(content["standing"])
+    generators, group = content["generators"], trainer.group
+    if len(generators) == group.world:
+        randomness.set_state(generators[group.rank], group.device)
     else:
-        randomness.seed_worker(trainer.plan.seed, team.rank, trainer.standing.step)
+        randomness.seed_worker(trainer.plan.seed, group.rank, trainer.state.step)
 
 
 def describe(checkpoint: Checkpoint, workers: int) -> str:

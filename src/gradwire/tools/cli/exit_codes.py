@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import typer
 
-from gradwire.tools.train.errors import USERS
+from gradwire.tools.input_errors import USERS
 from gradwire.tools.train.launch import WorkerError
 
 BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130

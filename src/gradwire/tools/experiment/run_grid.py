@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
+from gradwire.tools.experiment.experiment_file import Experiment
 from gradwire.tools.experiment.grid import Run
-from gradwire.tools.experiment.results import Files, taken
-from gradwire.tools.experiment.spec import Experiment
-from gradwire.tools.experiment.virtual import Row, Virtual
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.experiment.run_files import RunFiles, taken
+from gradwire.tools.experiment.simulated_training import Row, SimulatedTraining
+from gradwire.tools.provenance import provenance
 from gradwire.tools.train.task import Task
 
 
@@ -69,15 +69,15 @@ class Runner:
 
     def _done(self, run: Run) -> int:
         """Epochs that are written down."""
-        return min(Files(self.folder, run.name).epochs(), self.experiment.epochs)
+        return min(RunFiles(self.folder, run.name).epochs(), self.experiment.epochs)
 
     def _late(self) -> bool:
         return bool(self.minutes) and self.clock() - self._begun > 60 * self.minutes
 
     def _train(self, run: Run) -> None:
         """To its end, or until the time is up."""
-        files, origin = Files(self.folder, run.name), provenance(self.device.type, self.command)
-        trainer = Virtual(self.experiment, run, self.task, self.device)
+        files, origin = RunFiles(self.folder, run.name), provenance(self.device.type, self.command)
+        trainer = SimulatedTraining(self.experiment, run, self.task, self.device)
         if (state := files.load()) is not None:
             trainer.load_state_dict(state)
         files.cut(trainer.epochs_done)

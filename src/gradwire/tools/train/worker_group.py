@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 
 LAUNCHER = "GRADWIRE_LAUNCHER"  # the pid of the process that has started a worker
 STORE = "GRADWIRE_STORE"  # a folder that nobody else may open: the workers of one machine meet in it
@@ -22,7 +22,7 @@ TIMEOUT_S = 300.0  # that a worker waits for the others
 
 
 @dataclass(frozen=True)
-class Team:
+class WorkerGroup:
     """One worker's place among `world` workers."""
 
     rank: int
@@ -97,7 +97,7 @@ def divide_cores(local_world: int, environment: Mapping[str, str] = os.environ) 
 
 
 @contextmanager
-def joined(device_name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Team]:
+def joined(device_name: str, timeout_s: float = TIMEOUT_S) -> Iterator[WorkerGroup]:
     """Join the process group torchrun has described in the environment, and leave it at the end."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank, local_world = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -116,7 +116,7 @@ def joined(device_name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Team]:
         store=meeting_store(world, timeout),
         device_id=device if device.type == "cuda" else None,
     )
-    yield Team(rank, world, device)
+    yield WorkerGroup(rank, world, device)
     dist.destroy_process_group()  # not after an error: the others may never come, and the process ends anyway
 
 

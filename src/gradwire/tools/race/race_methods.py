@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.adapters.wire import AUTO
 from gradwire.methods import METHODS, Compressor, from_spec
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 
 FLOAT_BYTES = 4
 ONE_BUCKET = {"bucket_cap_mb": 1024}

@@ -9,7 +9,7 @@ from gradwire.tools.train.metrics import Row, Traffic
 
 
 @dataclass
-class Standing:
+class RunState:
     """Counters of the run and of the epoch it is in."""
 
     epoch: int = 0  # epochs finished
@@ -36,6 +36,6 @@ class Standing:
         return asdict(self)
 
     @staticmethod
-    def from_plain(plain: dict[str, Any]) -> Standing:
+    def from_plain(plain: dict[str, Any]) -> RunState:
         traffic, total = Traffic(**plain["traffic"]), Traffic(**plain["total"])
-        return Standing(**{**plain, "traffic": traffic, "total": total})
+        return RunState(**{**plain, "traffic": traffic, "total": total})

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.tools.experiment.results import append, read
-from gradwire.tools.race.contest import Run
+from gradwire.tools.experiment.run_files import append, read
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.events import Event
-from gradwire.tools.train.errors import InputError
 
 Row = dict[str, str]
 REACHED = "reached"
 FIGURES = ("seconds", "step", "accuracy", "bytes_sent", "interface_bytes")
 
 
-class Files:
+class RaceFiles:
     """Of all races in one folder."""
 
     def __init__(self, folder: Path) -> None:
@@ -26,7 +26,7 @@ class Files:
             raise InputError(f"--out {folder} is a file, a folder was expected")
         self.folder, self.results, self.trace = folder, folder / "race.csv", folder / "trace.csv"
 
-    def find(self, run: Run) -> Row | None:
+    def find(self, run: RaceRun) -> Row | None:
         """The row of a run that is done. One that did not reach its target is done if its limits were no lower."""
         for row in _rows(self.results):
             if _is_of(row, run):
@@ -35,7 +35,7 @@ class Files:
                     return row
         return None
 
-    def begin(self, run: Run) -> None:
+    def begin(self, run: RaceRun) -> None:
         """What a run that was cut, or had lower limits, has left goes away."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in (self.results, self.trace):
@@ -46,22 +46,22 @@ class Files:
                 for row in kept:
                     append(path, row)
 
-    def test(self, run: Run, standing: Event) -> None:
+    def test(self, run: RaceRun, standing: Event) -> None:
         """One more row of the trace."""
         append(self.trace, run.key() | figures(standing))
 
-    def end(self, run: Run, standing: Event, origin: Row) -> Row:
+    def end(self, run: RaceRun, standing: Event, origin: Row) -> Row:
         """The row of a run that has ended."""
         limits = {"limit_s": f"{run.limit_s:g}", "limit_steps": str(run.limit_steps)}
         row = run.key() | limits | {"state": standing["state"]} | figures(standing) | origin
         append(self.results, row)
         return row
 
-    def rows(self, runs: list[Run]) -> list[tuple[Run, Row]]:
+    def rows(self, runs: list[RaceRun]) -> list[tuple[RaceRun, Row]]:
         """Those that are done."""
         return [(run, row) for run in runs if (row := self.find(run)) is not None]
 
-    def traced(self, run: Run) -> list[Row]:
+    def traced(self, run: RaceRun) -> list[Row]:
         """The tests of a run."""
         return [row for row in _rows(self.trace) if _is_of(row, run)]
 
@@ -77,5 +77,5 @@ def _rows(path: Path) -> list[Row]:
     return [row for row in read(path) if None not in row and None not in row.values()]
 
 
-def _is_of(row: Row, run: Run) -> bool:
+def _is_of(row: Row, run: RaceRun) -> bool:
     return all(row.get(name) == value for name, value in run.key().items())

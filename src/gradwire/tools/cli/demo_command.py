@@ -8,12 +8,12 @@ from typing import Annotated
 
 from typer import Option
 
-from gradwire.tools.cli.errors import readable_errors
-from gradwire.tools.train import worker
+from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.train import worker_process
 from gradwire.tools.train.demo import check_csv, plans, run_demo
 from gradwire.tools.train.launch import launch
 from gradwire.tools.train.settings import DEFAULT_WORKERS
-from gradwire.tools.train.team import inside_torchrun
+from gradwire.tools.train.worker_group import inside_torchrun
 
 
 def demo(
@@ -24,7 +24,7 @@ def demo(
 ) -> None:
     """Train the digits with Dense, BF16 and VGC on 4 workers and print one table. No download, under a minute."""
     if inside_torchrun():
-        worker.run_reporting_errors(lambda: run_demo(plans(workers, epochs, seed), csv))
+        worker_process.run_reporting_errors(lambda: run_demo(plans(workers, epochs, seed), csv))
         return
     with readable_errors():
         plans(workers, epochs, seed)

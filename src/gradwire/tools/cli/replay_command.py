@@ -12,17 +12,17 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradwire.tools.cli.errors import FAILED, readable_errors
-from gradwire.tools.experiment.results import append
+from gradwire.tools.cli.exit_codes import FAILED, readable_errors
+from gradwire.tools.experiment.run_files import append
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import LabError
 from gradwire.tools.lab.commands import CommandError
 from gradwire.tools.lab.rates import parse_link
+from gradwire.tools.provenance import provenance
 from gradwire.tools.race import events
 from gradwire.tools.race.replay import BESIDE, COLLECTIVES, Row, Setting, cases
 from gradwire.tools.race.replay import replay as play
-from gradwire.tools.race.trace import Trace, load
-from gradwire.tools.train.errors import InputError
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.race.trace import ByteTrace, load
 
 MOST_HOSTS = 8  # by default: each is a process that imports torch
 
@@ -84,7 +84,13 @@ def chosen(beside: str) -> list[str]:
 
 
 def run(
-    trace: Trace, setting: Setting, kind: str, beside: Sequence[str], rates: Sequence[str], out: Path, loopback: bool
+    trace: ByteTrace,
+    setting: Setting,
+    kind: str,
+    beside: Sequence[str],
+    rates: Sequence[str],
+    out: Path,
+    loopback: bool,
 ) -> list[Row]:
     """Every rate, with a row in the file as each step is done."""
     origin, every = provenance("cpu", "gradwire replay"), cases(trace, setting, kind, beside)
@@ -104,7 +110,7 @@ def _text(value: object) -> str:
     return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
-def table(rows: Sequence[Row], trace: Trace, name: str, setting: Setting) -> Table:
+def table(rows: Sequence[Row], trace: ByteTrace, name: str, setting: Setting) -> Table:
     """By rate: the trace, the mean over its sections, and the sums beside it."""
     fewer = f" on {setting.hosts} hosts" if setting.hosts < setting.workers else ""
     shown = Table(

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from gradwire.tools.cli.errors import FAILED, readable_errors
+from gradwire.tools.cli.exit_codes import FAILED, readable_errors
 from gradwire.tools.lab import LabError
-from gradwire.tools.race import contest, events, runner, tables
-from gradwire.tools.race.files import Files
+from gradwire.tools.race import contest, events, race_runner, race_table
 from gradwire.tools.race.plot import draw
+from gradwire.tools.race.race_files import RaceFiles
 
 METHODS = "dense,bf16,vgc:alpha=1.5,torch:allreduce,torch:fp16,torch:powersgd:rank=4"
 
@@ -51,10 +51,10 @@ def race(
         common |= {"learning_rate": learning_rate, "data": str(data.absolute()) if data else "", **limits}
         runs = contest.runs(rates, methods, seed or [0], loopback, **common)
         events.check_lab(loopback)
-        files = Files(out)
+        files = RaceFiles(out)
         try:
-            with tables.watcher(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
-                failures = runner.race(runs, files, seen, loopback, f"gradwire race --task {task}")
+            with race_table.watcher(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
+                failures = race_runner.race(runs, files, seen, loopback, f"gradwire race --task {task}")
         except LabError as error:
             typer.echo(f"gradwire: {error}\n{events.REMEDY}", err=True)
             raise typer.Exit(FAILED) from None

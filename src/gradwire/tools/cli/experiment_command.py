@@ -9,11 +9,11 @@ import torch
 import typer
 from typer import Argument, Option
 
-from gradwire.tools.cli.errors import readable_errors
+from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.experiment import watch
-from gradwire.tools.experiment.runner import Runner
-from gradwire.tools.experiment.spec import open_task, read
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.experiment.experiment_file import open_task, read
+from gradwire.tools.experiment.run_grid import Runner
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.settings import DEVICES
 
 

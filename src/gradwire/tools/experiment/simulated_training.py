@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import gradwire
 from gradwire.exchange.counting import Stats
 from gradwire.tools.experiment.augment import crop_and_flip
+from gradwire.tools.experiment.experiment_file import Experiment
 from gradwire.tools.experiment.grid import Run
-from gradwire.tools.experiment.spec import Experiment
 from gradwire.tools.train import optimizers, sharding, tasks
 from gradwire.tools.train.task import Share, Task
 
@@ -29,7 +29,7 @@ class Epoch:
     elements: dict[str, int]  # sent by one worker in it, by parameter
 
 
-class Virtual:
+class SimulatedTraining:
     """Trains epoch by epoch; `state_dict` between two of them is all there is."""
 
     def __init__(self, experiment: Experiment, run: Run, task: Task, device: torch.device) -> None:

@@ -18,8 +18,8 @@ from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
 from gradwire.methods import METHODS, Compressor, from_spec, to_spec
 from gradwire.moments import Recorder
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import digits, optimizers, sharding
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.task import Task
 
 WORKERS = 2
@@ -30,7 +30,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Trace:
+class GradientTrace:
     """Gradients and their second moments of all workers, step by step: [step][worker] float32 [N]."""
 
     layout: Layout
@@ -57,13 +57,13 @@ def choose(specs: Sequence[str]) -> list[Compressor]:
         raise InputError(str(error)) from error
 
 
-def record(on_step: Callable[[], None] = lambda: None) -> Trace:
+def record(on_step: Callable[[], None] = lambda: None) -> GradientTrace:
     """Trains the digits, uncompressed, and keeps what each worker computed in the last steps."""
     task, defaults = digits.open_digits(None), digits.KIND.defaults
     torch.manual_seed(SEED)
     model = task.make_model()
     named = dict(model.named_parameters())
-    trace = Trace(Layout.of((name, tensor.shape) for name, tensor in named.items()))
+    trace = GradientTrace(Layout.of((name, tensor.shape) for name, tensor in named.items()))
     optimizer = optimizers.make("adam", named.values(), defaults.schedules["adam"].base, defaults.weight_decay)
     recorder = Recorder(model, named, strict=True)
     for step, batches in enumerate(islice(_batches(task, defaults.batch), TRAINED + SETTLED + COUNTED)):
@@ -102,7 +102,7 @@ def _look(task: Task, model: nn.Module, recorder: Recorder, indices: Tensor) -> 
     return torch.cat(grads), torch.cat(moments)
 
 
-def measure(compressor: Any, trace: Trace) -> Entry:
+def measure(compressor: Any, trace: GradientTrace) -> Entry:
     """Sends the trace in one process and counts what a worker hands to the collective, heads and all."""
     ranks = Ranks(compressor, trace.layout, WORKERS, planned=True)
     every = zip(trace.grads, trace.moments, strict=True)

@@ -19,10 +19,10 @@ from gradwire.methods import Compressor, from_spec
 from gradwire.plan import typical
 from gradwire.plan.choose import choose
 from gradwire.plan.model import Network
-from gradwire.tools.cli.errors import readable_errors
+from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
-from gradwire.tools.plan.report import Report
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.plan.report import PlanReport
 from gradwire.tools.train.settings import DEFAULT_WORKERS, DEVICES, Settings, check
 
 METHODS = "dense bf16 powersgd:rank=4 topk:density=0.01 vgc:alpha=1.5"
@@ -45,7 +45,7 @@ class Outputs:
             if path is not None and not path.absolute().parent.is_dir():
                 raise InputError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
-    def write(self, report: Report) -> None:
+    def write(self, report: PlanReport) -> None:
         if self.chart is not None:
             chart.draw(report, self.chart)
         if self.json is not None:
@@ -114,15 +114,17 @@ def plan(
 
 def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: Outputs) -> None:
     """Be a worker, or start them. Everything is checked in both."""
-    from gradwire.tools.train import worker
+    from gradwire.tools.train import worker_process
     from gradwire.tools.train.launch import launch
-    from gradwire.tools.train.team import choose_device, inside_torchrun
+    from gradwire.tools.train.worker_group import choose_device, inside_torchrun
 
     checked = check(settings)
     if inside_torchrun():
         from gradwire.tools.plan.measured import measured
 
-        worker.run_reporting_errors(lambda: measured(checked, methods, margin, lambda report: show(report, outputs)))
+        worker_process.run_reporting_errors(
+            lambda: measured(checked, methods, margin, lambda report: show(report, outputs))
+        )
         return
     choose_device(settings.device, 0, settings.workers)
     launch(settings.workers, sys.argv[1:])
@@ -178,7 +180,7 @@ def calculated(
     device: str,
     density: float | None,
     margin: float,
-) -> Report:
+) -> PlanReport:
     """Nothing is measured: typical costs."""
     if not 1 <= params <= MOST_PARAMETERS:
         raise InputError(f"--params must be from 1 to {MOST_PARAMETERS:g}, not {params:g}")
@@ -187,10 +189,10 @@ def calculated(
     kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     work = typical.work_of(round(params), *times)
     costs = [typical.cost_of(spec, kind, density) for spec in methods]
-    return Report(f"typical costs, {kind}", work, network, costs, choose(work, network, costs, margin))
+    return PlanReport(f"typical costs, {kind}", work, network, costs, choose(work, network, costs, margin))
 
 
-def show(report: Report, outputs: Outputs) -> None:
+def show(report: PlanReport, outputs: Outputs) -> None:
     """Table, verdict, files."""
     report.show(Console())
     typer.echo(report.verdict.words)

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradwire.tools.cli.errors import FAILED, readable_errors
+from gradwire.tools.cli.exit_codes import FAILED, readable_errors
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, LabError, clean, missing
 from gradwire.tools.lab.commands import Change, CommandError, find_program, run
 from gradwire.tools.lab.loopback import Loopback
 from gradwire.tools.lab.rates import UNLIMITED, Link, parse_links
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.launch import tidy_terminal
 
 REMEDY = "--loopback runs the same processes on 127.0.0.1, unshaped"

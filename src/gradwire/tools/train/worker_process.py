@@ -12,53 +12,53 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
-from gradwire.tools.train import checkpoint, metrics, run_directory
-from gradwire.tools.train.errors import USERS
+from gradwire.tools.input_errors import USERS
+from gradwire.tools.progress import make_reporter
+from gradwire.tools.train import metrics, run_checkpoint, run_directory
 from gradwire.tools.train.loop import Trainer
-from gradwire.tools.train.progress import make_reporter
-from gradwire.tools.train.settings import Plan
-from gradwire.tools.train.team import LAUNCHER, joined, restarts
+from gradwire.tools.train.settings import TrainingPlan
+from gradwire.tools.train.worker_group import LAUNCHER, joined, restarts
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 WATCH_SECONDS = 0.5
 
 
-def train(plan: Plan) -> None:
+def train(plan: TrainingPlan) -> None:
     """One worker's whole run, from the checkpoint if there is one to the last epoch."""
     with ExitStack() as stack:
-        team = stack.enter_context(joined(plan.device, plan.timeout))
-        restarted = team.largest(restarts()) > 0  # the agent of the machine that failed counts it, others may not
+        group = stack.enter_context(joined(plan.device, plan.timeout))
+        restarted = group.largest(restarts()) > 0  # the agent of the machine that failed counts it, others may not
         found: run_directory.Checkpoint | None = None
-        if team.leads:
+        if group.leads:
             identity = plan.identity()
             found = run_directory.inspect(plan.out, identity, plan.resume, plan.overwrite, restarted)
             stack.enter_context(run_directory.locked(plan.out))
             run_directory.begin(plan.out, identity, found)
-        epoch, step = team.tell(*((found.epoch, found.step) if found else (-1, -1)))
-        reporter = make_reporter(team.rank)
+        epoch, step = group.tell(*((found.epoch, found.step) if found else (-1, -1)))
+        reporter = make_reporter(group.rank)
         stack.callback(reporter.end)
-        trainer = Trainer(plan, team, reporter)
+        trainer = Trainer(plan, group, reporter)
         if step >= 0:
-            checkpoint.restore(trainer, run_directory.checkpoint_path(plan.out, epoch, step))
+            run_checkpoint.restore(trainer, run_directory.checkpoint_path(plan.out, epoch, step))
         if found:
-            reporter.note(checkpoint.describe(found, team.world))
+            reporter.note(run_checkpoint.describe(found, group.world))
         trainer.run(partial(keep, trainer))
         trainer.wire.detach()
 
 
 def keep(trainer: Trainer) -> None:
     """All ranks: save, and write the results so far."""
-    checkpoint.save(trainer, trainer.plan.out)
-    if trainer.team.leads:
+    run_checkpoint.save(trainer, trainer.plan.out)
+    if trainer.group.leads:
         write_results(trainer)
 
 
 def write_results(trainer: Trainer) -> None:
     """metrics.csv and summary.json."""
-    plan, standing, team = trainer.plan, trainer.standing, trainer.team
-    metrics.write_csv(plan.out / run_directory.METRICS, standing.rows, plan.task.scores)
-    total = standing.total + standing.traffic
-    summary = metrics.summarise(plan, trainer.parameters, str(team.device), standing.rows, total)
+    plan, state, group = trainer.plan, trainer.state, trainer.group
+    metrics.write_csv(plan.out / run_directory.METRICS, state.rows, plan.task.scores)
+    total = state.total + state.traffic
+    summary = metrics.summarise(plan, trainer.parameters, str(group.device), state.rows, total)
     metrics.write_summary(plan.out / run_directory.SUMMARY, summary)
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from gradwire.tools.race.contest import Run
+from gradwire.tools.race.contest import RaceRun
 
 Figures = Mapping[str, Any]
 COLUMNS = ("rate", "method", "seed", "steps", "accuracy", "seconds", "ms a step", "MB on the link", "state")
@@ -21,10 +21,10 @@ UNITS = ("seconds", "ms a step", "MB on the link")
 class Watcher(Protocol):
     """Told how far each run has come; `figures` has what race.csv has, as numbers or as text."""
 
-    def show(self, run: Run, state: str, figures: Figures | None = None) -> None: ...
+    def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None: ...
 
 
-def cells(run: Run, state: str, figures: Figures | None) -> list[str]:
+def cells(run: RaceRun, state: str, figures: Figures | None) -> list[str]:
     """One row of the table."""
     rate = f"{run.rate} Mbit/s" if run.rate.replace(".", "").isdecimal() else run.rate
     first = [rate, run.method, str(run.seed)]
@@ -53,7 +53,7 @@ class Lines:
     def __init__(self, console: Console) -> None:
         self.console = console
 
-    def show(self, run: Run, state: str, figures: Figures | None = None) -> None:
+    def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None:
         if state in ("running", "waiting"):
             return
         named = zip(COLUMNS, cells(run, state, figures), strict=True)
@@ -64,12 +64,12 @@ class Lines:
 class Board:
     """The whole table, drawn again when a figure changes."""
 
-    def __init__(self, live: Live, runs: Sequence[Run], title: str) -> None:
+    def __init__(self, live: Live, runs: Sequence[RaceRun], title: str) -> None:
         self.live, self.title = live, title
         self.rows = {run: cells(run, "waiting", None) for run in runs}
         self.draw()
 
-    def show(self, run: Run, state: str, figures: Figures | None = None) -> None:
+    def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None:
         self.rows[run] = cells(run, state, figures)
         self.draw()
 
@@ -84,7 +84,7 @@ class Board:
 
 
 @contextmanager
-def watcher(runs: Sequence[Run], title: str) -> Iterator[Watcher]:
+def watcher(runs: Sequence[RaceRun], title: str) -> Iterator[Watcher]:
     """The one that suits the standard output."""
     console = Console()
     if not console.is_terminal:

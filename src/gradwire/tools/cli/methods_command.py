@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from gradwire.tools.cli.errors import readable_errors
-from gradwire.tools.train import catalogue
+from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.train import method_bits
 
 
 def methods(
@@ -20,16 +20,16 @@ def methods(
 ) -> None:
     """List the methods: what each sends, its paper, and the bits a parameter measured on a real gradient."""
     with readable_errors():
-        chosen = catalogue.choose(specs or [])
-        steps = catalogue.TRAINED + catalogue.SETTLED + catalogue.COUNTED
+        chosen = method_bits.choose(specs or [])
+        steps = method_bits.TRAINED + method_bits.SETTLED + method_bits.COUNTED
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         console = Console(stderr=True)
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             training = progress.add_task("training the digits", total=steps)
-            trace = catalogue.record(lambda: progress.advance(training))
+            trace = method_bits.record(lambda: progress.advance(training))
             sending = progress.add_task("sending its gradients", total=len(chosen))
             entries = []
             for compressor in chosen:
-                entries.append(catalogue.measure(compressor, trace))
+                entries.append(method_bits.measure(compressor, trace))
                 progress.advance(sending)
-    Console().print(catalogue.table(entries, trace.layout.numel))
+    Console().print(method_bits.table(entries, trace.layout.numel))

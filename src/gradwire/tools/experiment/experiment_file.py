@@ -12,8 +12,8 @@ from typing import Any
 
 from gradwire.tools.experiment.grid import Grid, Run
 from gradwire.tools.experiment.schedule import Course
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import optimizers, tasks
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.task import Task
 
 if sys.version_info >= (3, 11):

@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from gradwire.tools.lab.commands import CommandError
+from gradwire.tools.provenance import provenance
 from gradwire.tools.race import events
-from gradwire.tools.race.contest import Run
+from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.events import Event
-from gradwire.tools.race.files import Files
-from gradwire.tools.race.tables import Watcher
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.race.race_files import RaceFiles
+from gradwire.tools.race.race_table import Watcher
 
 HOST = "gradwire.tools.race.contestant"
 
 
-def race(runs: Sequence[Run], files: Files, watcher: Watcher, loopback: bool = False, command: str = "") -> list[str]:
+def race(
+    runs: Sequence[RaceRun], files: RaceFiles, watcher: Watcher, loopback: bool = False, command: str = ""
+) -> list[str]:
     """Run what is not done yet; returns what went wrong with those that failed, and goes on after them."""
     failures, origin = [], provenance("cpu", command)
     for run in runs:
@@ -31,7 +33,7 @@ def race(runs: Sequence[Run], files: Files, watcher: Watcher, loopback: bool = F
     return failures
 
 
-def race_one(run: Run, files: Files, watcher: Watcher, loopback: bool, origin: dict[str, str]) -> None:
+def race_one(run: RaceRun, files: RaceFiles, watcher: Watcher, loopback: bool, origin: dict[str, str]) -> None:
     """One run, from the start of its hosts to its row."""
     last: Event = {}
 

@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from gradwire.state.files import open_own
-from gradwire.tools.experiment.virtual import Epoch
-from gradwire.tools.train.errors import InputError
+from gradwire.state.durable_files import open_own
+from gradwire.tools.experiment.simulated_training import Epoch
+from gradwire.tools.input_errors import InputError
 
 Table = list[dict[str, Any]]
 
 
-class Files:
+class RunFiles:
     """Of one run in one folder."""
 
     def __init__(self, folder: Path, name: str) -> None:

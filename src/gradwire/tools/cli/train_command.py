@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from gradwire.tools.cli.errors import readable_errors
-from gradwire.tools.train import run_directory, worker
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train import run_directory, worker_process
 from gradwire.tools.train.launch import launch
-from gradwire.tools.train.settings import DEFAULT_WORKERS, Plan, Settings, check
-from gradwire.tools.train.team import TIMEOUT_S, choose_device, inside_torchrun
+from gradwire.tools.train.settings import DEFAULT_WORKERS, Settings, TrainingPlan, check
+from gradwire.tools.train.worker_group import TIMEOUT_S, choose_device, inside_torchrun
 
 
 def train(
@@ -65,13 +65,13 @@ def train(
         max_restarts=max_restarts or 0,
     )
     if inside_torchrun():
-        worker.run_reporting_errors(lambda: worker.train(check(among_torchrun(settings, workers))))
+        worker_process.run_reporting_errors(lambda: worker_process.train(check(among_torchrun(settings, workers))))
         return
     with readable_errors(after_interrupt="The same command with --resume goes on from the last checkpoint"):
         start(check(settings))
 
 
-def start(plan: Plan) -> None:
+def start(plan: TrainingPlan) -> None:
     """Look at the folder of the run, then start its workers with the arguments this process was given."""
     found = run_directory.inspect(plan.out, plan.identity(), plan.resume, plan.overwrite)
     if found and found.epoch >= plan.epochs:
