@@ -27,6 +27,7 @@ from gradwire.plan.model import predict
 from gradwire.plan.probe import probe
 from gradwire.tools.plan.rehearsal import Rehearsal
 from gradwire.tools.race.race_methods import ONE_BUCKET, parse
+from gradwire.tools.train.settings import Settings
 from gradwire.tools.train.task import Schedule
 from gradwire.tools.train.worker_group import WorkerGroup
 
@@ -214,7 +215,7 @@ class Host:
 
     def predict(self, methods: list[str], batch: int) -> dict[str, float]:
         """Milliseconds of a step, by all that `gradwire plan` measures: a rehearsal, and the link as it is now."""
-        names = {"seed": 0, "optimizer": "sgd", "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
+        names = {"settings": Settings(optimizer="sgd"), "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
         plan: Any = SimpleNamespace(task=Noise("mlp", batch), **names)
         group = WorkerGroup(self.rank, dist.get_world_size(), torch.device("cpu"))
         assert dist.group.WORLD is not None

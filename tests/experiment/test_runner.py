@@ -36,8 +36,8 @@ class Seen:
         self.epochs: list[tuple[str, int]] = []
         self.skipped: list[str] = []
 
-    def begin(self, runs: int, epochs: int, done: int) -> None:
-        self.begun = (runs, epochs, done)
+    def runs(self, runs: int, done: int) -> None:
+        self.begun = (runs, done)
 
     def epoch(self, run: Run, number: int, row: Row) -> None:
         self.epochs.append((run.name, number))
@@ -80,7 +80,7 @@ def test_a_clipped_step_is_as_long_as_the_bound() -> None:
 def test_rows_layers_and_where_they_come_from(tmp_path: Path) -> None:
     run, seen = runner(tmp_path, command="gradwire experiment some.toml")
     assert run()
-    assert seen.begun == (2, 3, 0)
+    assert seen.begun == (2, 0)
     assert [number for _, number in seen.epochs] == [1, 2, 3, 1, 2, 3]
     rows = read(tmp_path / f"{VGC}.csv")
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
@@ -101,7 +101,7 @@ def test_what_is_done_is_skipped(tmp_path: Path) -> None:
     assert run(["dense"])
     again, seen = runner(tmp_path)
     assert again()
-    assert seen.begun == (2, 3, 3)
+    assert seen.begun == (2, 3)
     assert seen.skipped == ["adam-dense-seed0"]
     assert [name for name, _ in seen.epochs] == [VGC] * 3
 

@@ -10,8 +10,8 @@ import typer
 from typer import Argument, Option
 
 from gradwire.tools.cli.exit_codes import readable_errors
-from gradwire.tools.experiment import watch
 from gradwire.tools.experiment.experiment_file import open_task, read
+from gradwire.tools.experiment.grid_progress import GridProgress
 from gradwire.tools.experiment.run_grid import Runner
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.settings import DEVICES
@@ -38,7 +38,7 @@ def experiment(
         torch.set_float32_matmul_precision("high")  # tf32, where float32 is asked for
         task = open_task(plan, data).on(where)
         folder = out or file.parent / "results" / file.stem
-        with watch.watcher(plan, task.scores[0]) as seen:
+        with GridProgress(plan.epochs, task.scores[0]) as seen:
             command = f"gradwire experiment {file.name}" + (" --data DATA" if data else "")
             done = Runner(plan, task, where, folder, seen, save_every, minutes, command)(only or [""])
     typer.echo(f"results in {folder}" + ("" if done else ": not done yet, the same command goes on"))

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.progress import Bars
 from gradwire.tools.train import method_bits
 
 
@@ -22,14 +22,12 @@ def methods(
     with readable_errors():
         chosen = method_bits.choose(specs or [])
         steps = method_bits.TRAINED + method_bits.SETTLED + method_bits.COUNTED
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        console = Console(stderr=True)
-        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-            training = progress.add_task("training the digits", total=steps)
-            trace = method_bits.record(lambda: progress.advance(training))
-            sending = progress.add_task("sending its gradients", total=len(chosen))
+        with Bars(stderr=True, transient=True) as bars:
+            training = bars.begin("training the digits", steps)
+            trace = method_bits.record(lambda: bars.advance(training))
+            sending = bars.begin("sending its gradients", len(chosen))
             entries = []
             for compressor in chosen:
                 entries.append(method_bits.measure(compressor, trace))
-                progress.advance(sending)
+                bars.advance(sending)
     Console().print(method_bits.table(entries, trace.layout.numel))

@@ -10,9 +10,10 @@ from typer import Option
 
 from gradwire.tools.cli.exit_codes import FAILED, readable_errors
 from gradwire.tools.lab import LabError
-from gradwire.tools.race import contest, events, race_runner, race_table
+from gradwire.tools.race import contest, events, race_runner
 from gradwire.tools.race.plot import draw
 from gradwire.tools.race.race_files import RaceFiles
+from gradwire.tools.race.race_table import RaceTable
 
 METHODS = "dense,bf16,vgc:alpha=1.5,torch:allreduce,torch:fp16,torch:powersgd:rank=4"
 
@@ -53,7 +54,7 @@ def race(
         events.check_lab(loopback)
         files = RaceFiles(out)
         try:
-            with race_table.watcher(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
+            with RaceTable(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
                 failures = race_runner.race(runs, files, seen, loopback, f"gradwire race --task {task}")
         except LabError as error:
             typer.echo(f"gradwire: {error}\n{events.REMEDY}", err=True)

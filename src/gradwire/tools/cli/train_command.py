@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -14,7 +15,7 @@ from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import run_directory, worker_process
 from gradwire.tools.train.launch import launch
-from gradwire.tools.train.settings import DEFAULT_WORKERS, Settings, TrainingPlan, check
+from gradwire.tools.train.settings import Settings, TrainingPlan, check
 from gradwire.tools.train.worker_group import TIMEOUT_S, choose_device, inside_torchrun
 
 
@@ -44,26 +45,8 @@ def train(
     ] = None,
 ) -> None:
     """Train a task over several workers, with compressed gradients; on many machines by torchrun -m gradwire train."""
-    settings = Settings(
-        task=task,
-        compressor=compressor,
-        optimizer=optimizer,
-        workers=DEFAULT_WORKERS if workers is None else workers,
-        epochs=epochs,
-        batch=batch,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        seed=seed,
-        data=data,
-        out=out,
-        resume=resume,
-        overwrite=overwrite,
-        save_every=save_every,
-        steps_per_epoch=steps_per_epoch,
-        device=device,
-        timeout=timeout,
-        max_restarts=max_restarts or 0,
-    )
+    given: dict[str, Any] = {option: value for option, value in locals().items() if value is not None}
+    settings = Settings(**given)
     if inside_torchrun():
         worker_process.run_reporting_errors(lambda: worker_process.train(check(among_torchrun(settings, workers))))
         return
@@ -73,14 +56,14 @@ def train(
 
 def start(plan: TrainingPlan) -> None:
     """Look at the folder of the run, then start its workers with the arguments this process was given."""
-    found = run_directory.inspect(plan.out, plan.identity(), plan.resume, plan.overwrite)
+    found = run_directory.inspect(plan.out, plan.identity(), plan.settings.resume, plan.settings.overwrite)
     if found and found.epoch >= plan.epochs:
         typer.echo(f"{plan.out} has finished its {found.epoch} epochs; --epochs with a larger number goes on")
         return
-    if plan.resume and found is None:
+    if plan.settings.resume and found is None:
         typer.echo(f"nothing is saved in {plan.out} yet: starting at the beginning")
-    choose_device(plan.device, 0, plan.workers)
-    launch(plan.workers, sys.argv[1:], plan.max_restarts)
+    choose_device(plan.settings.device, 0, plan.settings.workers)
+    launch(plan.settings.workers, sys.argv[1:], plan.settings.max_restarts)
     typer.echo(f"results in {plan.out}: metrics.csv, summary.json, checkpoint/")
 
 
@@ -89,4 +72,4 @@ def among_torchrun(settings: Settings, workers: int | None) -> Settings:
     world = int(os.environ["WORLD_SIZE"])
     if workers is not None and workers != world:
         raise InputError(f"--workers {workers}, but torchrun has started {world}: leave --workers out under torchrun")
-    return Settings(**{**vars(settings), "workers": world})
+    return replace(settings, workers=world)

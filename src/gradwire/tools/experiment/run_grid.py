@@ -9,26 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from gradwire.tools.experiment.experiment_file import Experiment
 from gradwire.tools.experiment.grid import Run
+from gradwire.tools.experiment.grid_progress import GridProgress
 from gradwire.tools.experiment.run_files import RunFiles, taken
-from gradwire.tools.experiment.simulated_training import Row, SimulatedTraining
+from gradwire.tools.experiment.simulated_training import SimulatedTraining
 from gradwire.tools.provenance import provenance
 from gradwire.tools.train.task import Task
-
-
-class Watcher(Protocol):
-    """Told how far an experiment has come."""
-
-    def begin(self, runs: int, epochs: int, done: int) -> None: ...
-
-    def epoch(self, run: Run, number: int, row: Row) -> None: ...
-
-    def skip(self, run: Run, why: str) -> None: ...
 
 
 @dataclass
@@ -42,7 +32,7 @@ class Runner:
     task: Task
     device: torch.device
     folder: Path
-    watcher: Watcher
+    watcher: GridProgress
     save_every: float = 120.0
     minutes: float = 0.0
     command: str = ""
@@ -54,7 +44,7 @@ class Runner:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begun = self.clock()
         runs = list(dict.fromkeys(run for part in only for run in self.experiment.runs if part in run.name))
-        self.watcher.begin(len(runs), self.experiment.epochs, sum(self._done(run) for run in runs))
+        self.watcher.runs(len(runs), sum(self._done(run) for run in runs))
         for run in runs:
             with taken(self.folder, run.name) as mine:
                 if not mine:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-from rich.progress import Progress as Bars
 
 from gradwire.methods import Compressor
 from gradwire.plan.choose import choose
 from gradwire.plan.probe import probe
 from gradwire.tools.plan.rehearsal import Rehearsal
 from gradwire.tools.plan.report import PlanReport
+from gradwire.tools.progress import Bars
 from gradwire.tools.train.settings import TrainingPlan
 from gradwire.tools.train.worker_group import joined
 
@@ -22,14 +20,9 @@ def measured(
     plan: TrainingPlan, methods: Mapping[str, Compressor], margin: float, show: Callable[[PlanReport], None]
 ) -> None:
     """Join the others, measure, and show what follows from it on rank 0."""
-    with joined(plan.device) as group:
-        console = Console(stderr=True)
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-        hidden = not (group.leads and console.is_terminal)
-        with Bars(*columns, console=console, transient=True, disable=hidden) as bars:
-            tasks = {
-                name: bars.add_task(name, total=None) for name in ("link", "plain steps", "settling", "dry run", "laps")
-            }
+    with joined(plan.settings.device) as group:
+        with Bars(hidden=not group.leads, stderr=True, transient=True) as bars:
+            tasks = {name: bars.begin(name, None) for name in ("link", "plain steps", "settling", "dry run", "laps")}
             assert dist.group.WORLD is not None
             network = probe(dist.group.WORLD, group.device)
             bars.update(tasks["link"], completed=1, total=1)

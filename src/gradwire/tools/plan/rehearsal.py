@@ -62,14 +62,14 @@ class Rehearsal:
 
     def __init__(self, plan: TrainingPlan, group: WorkerGroup, progress: Progress) -> None:
         self.plan, self.group, self.progress = plan, group, progress
-        torch.manual_seed(plan.seed)
+        torch.manual_seed(plan.settings.seed)
         model = plan.task.make_model().to(group.device)
         gpu = [group.device.index] if group.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(model, device_ids=gpu)
         self.names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         rate = plan.schedule.at(0, group.world)
-        self.optimizer = optimizers.make(plan.optimizer, model.parameters(), rate, plan.weight_decay)
+        self.optimizer = optimizers.make(plan.settings.optimizer, model.parameters(), rate, plan.weight_decay)
         self.recorder: Recorder | None = None
         self.number = 0
         self.layouts: list[Layout] = []
@@ -83,7 +83,7 @@ class Rehearsal:
     def _samples(self) -> Iterator[Tensor]:
         plan, group = self.plan, self.group
         for epoch in count():
-            order = sharding.epoch_order(plan.task.samples, plan.seed, epoch)
+            order = sharding.epoch_order(plan.task.samples, plan.settings.seed, epoch)
             yield from sharding.batches(order, group.rank, group.world, plan.batch)
 
     def step(self) -> Moment:

@@ -32,15 +32,15 @@ class Contestant:
 
     def __init__(self, run: RaceRun, plan: TrainingPlan, method: Method, group: WorkerGroup) -> None:
         self.run, self.plan, self.group, self.factor = run, plan, group, method.factor
-        torch.manual_seed(plan.seed)
+        torch.manual_seed(plan.settings.seed)
         self.model: nn.Module = plan.task.make_model()
         self.ddp = DistributedDataParallel(self.model, **method.buckets)
         self.sent = method.begin(self.ddp)
         decay, own = plan.weight_decay, method.momentum
-        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
+        self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.steps, self.seconds, self.on_link = 0, 0.0, 0
         self._indices = self._batches()
-        seed_worker(plan.seed, group.rank)
+        seed_worker(plan.settings.seed, group.rank)
 
     def _batches(self) -> Iterator[Tensor]:
         """The samples of this host, epoch after epoch, as `gradwire train` takes them."""
@@ -48,7 +48,7 @@ class Contestant:
         for epoch in itertools.count():
             rate = plan.schedule.at(epoch, group.world) * self.factor
             optimizers.set_learning_rate(self.optimizer, rate)
-            order = sharding.epoch_order(plan.task.samples, plan.seed, epoch)
+            order = sharding.epoch_order(plan.task.samples, plan.settings.seed, epoch)
             yield from sharding.batches(order, group.rank, group.world, plan.batch)
 
     def train(self, steps: int) -> None:

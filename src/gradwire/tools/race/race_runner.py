@@ -11,13 +11,13 @@ from gradwire.tools.race import events
 from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.events import Event
 from gradwire.tools.race.race_files import RaceFiles
-from gradwire.tools.race.race_table import Watcher
+from gradwire.tools.race.race_table import RaceTable
 
 HOST = "gradwire.tools.race.contestant"
 
 
 def race(
-    runs: Sequence[RaceRun], files: RaceFiles, watcher: Watcher, loopback: bool = False, command: str = ""
+    runs: Sequence[RaceRun], files: RaceFiles, watcher: RaceTable, loopback: bool = False, command: str = ""
 ) -> list[str]:
     """Run what is not done yet; returns what went wrong with those that failed, and goes on after them."""
     failures, origin = [], provenance("cpu", command)
@@ -33,7 +33,7 @@ def race(
     return failures
 
 
-def race_one(run: RaceRun, files: RaceFiles, watcher: Watcher, loopback: bool, origin: dict[str, str]) -> None:
+def race_one(run: RaceRun, files: RaceFiles, watcher: RaceTable, loopback: bool, origin: dict[str, str]) -> None:
     """One run, from the start of its hosts to its row."""
     last: Event = {}
 

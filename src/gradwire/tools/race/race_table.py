@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -16,12 +15,6 @@ Figures = Mapping[str, Any]
 COLUMNS = ("rate", "method", "seed", "steps", "accuracy", "seconds", "ms a step", "MB on the link", "state")
 LEFT = ("method", "state")
 UNITS = ("seconds", "ms a step", "MB on the link")
-
-
-class Watcher(Protocol):
-    """Told how far each run has come; `figures` has what race.csv has, as numbers or as text."""
-
-    def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None: ...
 
 
 def cells(run: RaceRun, state: str, figures: Figures | None) -> list[str]:
@@ -47,31 +40,35 @@ def labelled(name: str, cell: str) -> str:
     return f"{cell} {name}" if name in UNITS else f"{name} {cell}"
 
 
-class Lines:
-    """One line a run, when it has ended."""
+class RaceTable:
+    """Told how far each run has come; `figures` has what race.csv has, as numbers or as text."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
-
-    def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None:
-        if state in ("running", "waiting"):
-            return
-        named = zip(COLUMNS, cells(run, state, figures), strict=True)
-        words = (labelled(name, cell) for name, cell in named if cell)
-        self.console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
-
-
-class Board:
-    """The whole table, drawn again when a figure changes."""
-
-    def __init__(self, live: Live, runs: Sequence[RaceRun], title: str) -> None:
-        self.live, self.title = live, title
+    def __init__(self, runs: Sequence[RaceRun], title: str) -> None:
+        self.console, self.title = Console(), title
         self.rows = {run: cells(run, "waiting", None) for run in runs}
-        self.draw()
+        self.live = Live(console=self.console, refresh_per_second=4, vertical_overflow="visible")
+
+    def __enter__(self) -> RaceTable:
+        if self.console.is_terminal:
+            self.live.start()
+            self.draw()
+        else:
+            self.console.print(self.title, highlight=False, soft_wrap=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.live.is_started:
+            self.live.stop()
 
     def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None:
+        """The table again, or the line of a run that has ended."""
         self.rows[run] = cells(run, state, figures)
-        self.draw()
+        if self.live.is_started:
+            self.draw()
+        elif state not in ("running", "waiting"):
+            named = zip(COLUMNS, self.rows[run], strict=True)
+            words = (labelled(name, cell) for name, cell in named if cell)
+            self.console.print("  ".join(words), highlight=False, markup=False, soft_wrap=True)
 
     def draw(self) -> None:
         table = Table(title=self.title, title_justify="left")
@@ -81,15 +78,3 @@ class Board:
         for row in self.rows.values():
             table.add_row(*row, style=styles.get(row[-1], "dim"))
         self.live.update(table)
-
-
-@contextmanager
-def watcher(runs: Sequence[RaceRun], title: str) -> Iterator[Watcher]:
-    """The one that suits the standard output."""
-    console = Console()
-    if not console.is_terminal:
-        console.print(title, highlight=False, soft_wrap=True)
-        yield Lines(console)
-        return
-    with Live(console=console, refresh_per_second=4, vertical_overflow="visible") as live:
-        yield Board(live, runs, title)

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from gradwire.state.durable_files import write_atomic
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.progress import make_reporter
 from gradwire.tools.provenance import provenance
 from gradwire.tools.train.loop import Trainer
+from gradwire.tools.train.reporter import Reporter
 from gradwire.tools.train.settings import Settings, TrainingPlan, check
 from gradwire.tools.train.worker_group import joined
 
@@ -48,7 +48,7 @@ def check_csv(path: Path | None) -> None:
 def run_demo(methods: dict[str, TrainingPlan], csv_path: Path | None = None) -> None:
     """One worker of the demo; rank 0 prints the table and writes the CSV."""
     with joined("cpu") as group:
-        reporter = make_reporter(group.rank, every_epoch=False)
+        reporter = Reporter(group.rank, every_epoch=False)
         records = []
         for name, plan in methods.items():
             trainer = Trainer(plan, group, reporter)
@@ -77,7 +77,7 @@ def describe(trainer: Trainer) -> Record:
         "workers": trainer.group.world,
         "batch": plan.batch,
         "epochs": plan.epochs,
-        "seed": plan.seed,
+        "seed": plan.settings.seed,
     }
     return {key: str(value) if isinstance(value, int) else f"{value:.6g}" for key, value in figures.items()}
 

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.simulation.random_state import seed_worker
-from gradwire.tools.progress import Reporter
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.metrics import Row, Traffic
+from gradwire.tools.train.reporter import Reporter
 from gradwire.tools.train.run_state import RunState
 from gradwire.tools.train.settings import TrainingPlan
 from gradwire.tools.train.task import Share
@@ -25,18 +25,18 @@ class Trainer:
 
     def __init__(self, plan: TrainingPlan, group: WorkerGroup, reporter: Reporter) -> None:
         self.plan, self.group, self.reporter = plan, group, reporter
-        torch.manual_seed(plan.seed)
+        torch.manual_seed(plan.settings.seed)
         self.model = plan.task.make_model().to(group.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         gpu = [group.device.index] if group.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=gpu)
         self.wire = gradwire.attach(self.ddp, plan.compressor)
         own, decay = plan.compressor.own_momentum, plan.weight_decay
-        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
+        self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.state = RunState()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=group.device)  # this worker's, in this epoch
         self.base = Traffic()  # what the wire had counted when the epoch, or this process, began
-        seed_worker(plan.seed, group.rank)
+        seed_worker(plan.settings.seed, group.rank)
 
     def run(self, save: Callable[[], None] | None = None) -> None:
         """Train to the last epoch, saving after every epoch and every `save_every` steps."""
@@ -53,7 +53,7 @@ class Trainer:
         """The rest of the epoch the run stands in."""
         plan, group, state = self.plan, self.group, self.state
         optimizers.set_learning_rate(self.optimizer, plan.schedule.at(state.epoch, group.world))
-        order = sharding.epoch_order(plan.task.samples, plan.seed, state.epoch)
+        order = sharding.epoch_order(plan.task.samples, plan.settings.seed, state.epoch)
         left = self.epoch_steps_left()
         for indices in sharding.batches(order, group.rank, group.world, plan.batch, state.position):
             if left == 0:
@@ -66,7 +66,7 @@ class Trainer:
             if self.reporter.due():
                 sent = Traffic.of(self.wire.stats()) - self.base + state.traffic + state.total
                 self.reporter.step(state.step, state.epoch + 1, loss.item(), sent.bytes_sent / 1e6)
-            if save and left and plan.save_every and state.step % plan.save_every == 0:
+            if save and left and plan.settings.save_every and state.step % plan.settings.save_every == 0:
                 save()
 
     def take_step(self, indices: Tensor) -> Tensor:
@@ -122,11 +122,15 @@ class Trainer:
         """Steps this epoch still has, here and now."""
         plan, state = self.plan, self.state
         left = sharding.steps_left(plan.task.samples, self.group.world, plan.batch, state.position)
-        return min(left, max(0, plan.steps_per_epoch - state.epoch_step)) if plan.steps_per_epoch else left
+        return (
+            min(left, max(0, plan.settings.steps_per_epoch - state.epoch_step))
+            if plan.settings.steps_per_epoch
+            else left
+        )
 
     def steps_left(self) -> int:
         """Steps to the end of the run, for the progress bar."""
         plan, state = self.plan, self.state
         whole = sharding.steps_left(plan.task.samples, self.group.world, plan.batch)
-        whole = min(whole, plan.steps_per_epoch) if plan.steps_per_epoch else whole
+        whole = min(whole, plan.settings.steps_per_epoch) if plan.settings.steps_per_epoch else whole
         return self.epoch_steps_left() + whole * max(0, plan.epochs - state.epoch - 1)

@@ -72,7 +72,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     if len(generators) == group.world:
         randomness.set_state(generators[group.rank], group.device)
     else:
-        randomness.seed_worker(trainer.plan.seed, group.rank, trainer.state.step)
+        randomness.seed_worker(trainer.plan.settings.seed, group.rank, trainer.state.step)
 
 
 def describe(checkpoint: Checkpoint, workers: int) -> str:

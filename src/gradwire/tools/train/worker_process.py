@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from functools import partial
 
 from gradwire.tools.input_errors import USERS
-from gradwire.tools.progress import make_reporter
 from gradwire.tools.train import metrics, run_checkpoint, run_directory
 from gradwire.tools.train.loop import Trainer
+from gradwire.tools.train.reporter import Reporter
 from gradwire.tools.train.settings import TrainingPlan
 from gradwire.tools.train.worker_group import LAUNCHER, joined, restarts
 
@@ -26,16 +26,16 @@ WATCH_SECONDS = 0.5
 def train(plan: TrainingPlan) -> None:
     """One worker's whole run, from the checkpoint if there is one to the last epoch."""
     with ExitStack() as stack:
-        group = stack.enter_context(joined(plan.device, plan.timeout))
+        group = stack.enter_context(joined(plan.settings.device, plan.settings.timeout))
         restarted = group.largest(restarts()) > 0  # the agent of the machine that failed counts it, others may not
         found: run_directory.Checkpoint | None = None
         if group.leads:
             identity = plan.identity()
-            found = run_directory.inspect(plan.out, identity, plan.resume, plan.overwrite, restarted)
+            found = run_directory.inspect(plan.out, identity, plan.settings.resume, plan.settings.overwrite, restarted)
             stack.enter_context(run_directory.locked(plan.out))
             run_directory.begin(plan.out, identity, found)
         epoch, step = group.tell(*((found.epoch, found.step) if found else (-1, -1)))
-        reporter = make_reporter(group.rank)
+        reporter = Reporter(group.rank)
         stack.callback(reporter.end)
         trainer = Trainer(plan, group, reporter)
         if step >= 0:
