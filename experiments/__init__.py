@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from gradwire.tools import result_files
 from gradwire.tools.experiment import experiment_file, run_files
 from gradwire.tools.experiment.grid import Run
 
@@ -47,8 +48,8 @@ SCORES = (
 class History:
     """One finished run, a row an epoch; layers: elements that one worker sent a step, a column a tensor."""
 
-    rows: run_files.Table
-    layers: run_files.Table
+    rows: result_files.Table
+    layers: result_files.Table
 
     def column(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows]
@@ -238,7 +239,7 @@ def _load(path: Path, folder: Path) -> Results:
     plan, finished = experiment_file.read(path), {}
     for run in plan.runs:
         files = run_files.RunFiles(folder, run.name)
-        rows = run_files.read(files.figures)
+        rows = result_files.read(files.figures)
         if len(rows) == plan.epochs:
-            finished[run] = History(rows, run_files.read(files.layers))
+            finished[run] = History(rows, result_files.read(files.layers))
     return Results(path.stem, plan, finished)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from gradwire.tools.cli import app
 from gradwire.tools.experiment.experiment_file import Experiment, from_table, open_task
 from gradwire.tools.experiment.grid import Run
-from gradwire.tools.experiment.run_files import read
 from gradwire.tools.experiment.run_grid import Runner
 from gradwire.tools.experiment.simulated_training import Row, SimulatedTraining
+from gradwire.tools.result_files import read
 
 TABLE: dict[str, Any] = {
     "task": "digits",

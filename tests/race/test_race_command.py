@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
-from gradwire.tools.experiment.run_files import read
 from gradwire.tools.lab import missing
+from gradwire.tools.result_files import read
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
 pytestmark = pytest.mark.alone

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.tools.experiment.run_files import read
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab.commands import CommandError
 from gradwire.tools.race import plot, race_runner
 from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.race_files import RaceFiles
+from gradwire.tools.result_files import read
 
 RUN = RaceRun("digits", 4, "10", "vgc:alpha=1.5,zeta=0.99", 0, 0.97, limit_s=60, limit_steps=500)
 OTHER = replace(RUN, rate="100", method="python:somebody.topk")

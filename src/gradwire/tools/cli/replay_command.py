@@ -13,7 +13,6 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradwire.tools.cli.exit_codes import FAILED, readable_errors
-from gradwire.tools.experiment.run_files import append
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import LabError
 from gradwire.tools.lab.commands import CommandError
@@ -23,6 +22,7 @@ from gradwire.tools.race import events
 from gradwire.tools.race.replay import BESIDE, COLLECTIVES, Row, Setting, cases
 from gradwire.tools.race.replay import replay as play
 from gradwire.tools.race.trace import ByteTrace, load
+from gradwire.tools.result_files import append
 
 MOST_HOSTS = 8  # by default: each is a process that imports torch
 

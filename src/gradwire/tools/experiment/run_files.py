@@ -8,7 +8,6 @@ RUN.pt           to go on from; removed when the run is done
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import os
 import zlib
@@ -22,8 +21,7 @@ import torch
 from gradwire.state.durable_files import open_own
 from gradwire.tools.experiment.simulated_training import Epoch
 from gradwire.tools.input_errors import InputError
-
-Table = list[dict[str, Any]]
+from gradwire.tools.result_files import append, read
 
 
 class RunFiles:
@@ -81,21 +79,3 @@ def taken(folder: Path, name: str) -> Iterator[bool]:
         else:
             mine = True
         yield mine
-
-
-def read(path: Path) -> Table:
-    """All rows; none of a file that is not there."""
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, row: dict[str, str]) -> None:
-    """Streamed, so that what is there can be looked at while the run goes on."""
-    new = not path.exists()
-    with path.open("a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)

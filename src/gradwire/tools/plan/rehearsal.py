@@ -12,18 +12,16 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.exchange.courier import begin_gather
 from gradwire.layout import Layout
@@ -64,8 +62,7 @@ class Rehearsal:
         self.plan, self.group, self.progress = plan, group, progress
         torch.manual_seed(plan.settings.seed)
         model = plan.task.make_model().to(group.device)
-        gpu = [group.device.index] if group.device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(model, device_ids=gpu)
+        self.ddp = group.wrap(model)
         self.names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         rate = plan.schedule.at(0, group.world)
@@ -77,14 +74,9 @@ class Rehearsal:
         self.moments: list[Tensor] = []
         self.ready: list[float] = []
         self.pool = ThreadPoolExecutor(1)  # in the courier's place
-        self.samples = self._samples()
+        where = (group.rank, group.world, plan.batch)
+        self.samples = sharding.endless(plan.task.samples, plan.settings.seed, *where)
         self.ddp.register_comm_hook(self, take)
-
-    def _samples(self) -> Iterator[Tensor]:
-        plan, group = self.plan, self.group
-        for epoch in count():
-            order = sharding.epoch_order(plan.task.samples, plan.settings.seed, epoch)
-            yield from sharding.batches(order, group.rank, group.world, plan.batch)
 
     def step(self) -> Moment:
         """One step of the training of this worker alone."""
@@ -93,7 +85,8 @@ class Rehearsal:
             self.recorder.begin_step(self.number)
         self.number += 1
         begin = self._now()
-        inputs, targets = (tensor.to(self.group.device) for tensor in self.plan.task.batch(next(self.samples)))
+        _, indices = next(self.samples)
+        inputs, targets = (tensor.to(self.group.device) for tensor in self.plan.task.batch(indices))
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.plan.task.loss(self.ddp(inputs), targets)
         forward = self._now()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +15,7 @@ from rich.table import Table
 
 from gradwire.plan.choose import Verdict, describe, duration, pays_below
 from gradwire.plan.model import NS_PER_MS, Cost, Network, Work
+from gradwire.tools.result_files import csv_text, json_text
 
 WIDE = {"encode_ms": "encode", "decode_ms": "decode", "exchange_ms": "exchange", "step_ms": "step"}
 NARROW = {name: WIDE[name] for name in ("exchange_ms", "step_ms")}
@@ -111,15 +110,12 @@ class PlanReport:
             "costs": [asdict(cost) for cost in self.costs],
             "predictions": self.rows(),
         }
-        path.write_text(json.dumps(_finite(found), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json_text(found), encoding="utf-8")
 
     def write_csv(self, path: Path) -> None:
         """A row a method."""
         rows = self.rows()
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        path.write_text(csv_text(list(rows[0]), rows), encoding="utf-8")
 
 
 def times_of(cost: Cost, work: Work, network: Network) -> tuple[float, float]:
@@ -139,12 +135,3 @@ def rate(mbit: float | None) -> str:
     if mbit is None:
         return "-"
     return "any rate" if math.isinf(mbit) else f"{short(mbit)} Mbit/s"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

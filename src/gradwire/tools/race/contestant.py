@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,7 +18,6 @@ from gradwire.tools.race.events import Event, Teller, arguments
 from gradwire.tools.race.race_methods import Method
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.settings import TrainingPlan
-from gradwire.tools.train.task import Share
 from gradwire.tools.train.worker_group import WorkerGroup, joined
 from gradwire.tools.train.worker_process import run_reporting_errors
 
@@ -39,24 +36,23 @@ class Contestant:
         decay, own = plan.weight_decay, method.momentum
         self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.steps, self.seconds, self.on_link = 0, 0.0, 0
-        self._indices = self._batches()
+        where = (group.rank, group.world, plan.batch)
+        self._indices = sharding.endless(plan.task.samples, plan.settings.seed, *where)
         seed_worker(plan.settings.seed, group.rank)
 
-    def _batches(self) -> Iterator[Tensor]:
-        """The samples of this host, epoch after epoch, as `gradwire train` takes them."""
-        plan, group = self.plan, self.group
-        for epoch in itertools.count():
-            rate = plan.schedule.at(epoch, group.world) * self.factor
-            optimizers.set_learning_rate(self.optimizer, rate)
-            order = sharding.epoch_order(plan.task.samples, plan.settings.seed, epoch)
-            yield from sharding.batches(order, group.rank, group.world, plan.batch)
+    def _next(self) -> Tensor:
+        """This host's samples of the next step, as `gradwire train` takes them, at the rate of their epoch."""
+        epoch, indices = next(self._indices)
+        rate = self.plan.schedule.at(epoch, self.group.world) * self.factor
+        optimizers.set_learning_rate(self.optimizer, rate)
+        return indices
 
     def train(self, steps: int) -> None:
         """So many steps. All hosts begin and end together, so that the clock of one is the clock of all."""
         self.group.barrier()
         bytes_before, begin = interface_bytes(), time.perf_counter()
         for _ in range(steps):
-            inputs, targets = self.plan.task.batch(next(self._indices))
+            inputs, targets = self.plan.task.batch(self._next())
             self.optimizer.zero_grad(set_to_none=True)
             self.plan.task.loss(self.ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
@@ -65,22 +61,13 @@ class Contestant:
         self.on_link += interface_bytes() - bytes_before
         self.steps += steps
 
-    def test(self) -> float:
-        """The accuracy, each host testing its share."""
-        self.group.share_buffers(self.model)
-        self.model.eval()
-        with torch.no_grad():
-            totals = self.plan.task.evaluate(self.model, Share(self.group.rank, self.group.world))
-        self.model.train()
-        return self.plan.task.score(self.group.sum(totals))[SCORE]
-
-    def standing(self) -> Event:
+    def so_far(self) -> Event:
         """How far it has come."""
         shaped = os.environ.get("GLOO_SOCKET_IFNAME") != "lo"  # there one interface counts for all hosts
         return {
             "seconds": self.seconds,
             "step": self.steps,
-            "accuracy": self.test(),
+            "accuracy": self.group.score(self.plan.task, self.model)[SCORE],
             "bytes_sent": self.sent(self.steps),
             "interface_bytes": self.on_link if shaped else None,
         }
@@ -89,12 +76,12 @@ class Contestant:
         """To the target or a limit. The accuracy is the same number on all hosts, the clock is host 0's."""
         while True:
             self.train(min(self.run.every, self.run.limit_steps - self.steps))
-            standing = self.standing()
-            reached = standing["accuracy"] >= self.run.target
+            so_far = self.so_far()
+            reached = so_far["accuracy"] >= self.run.target
             late = self.steps >= self.run.limit_steps or self.seconds >= self.run.limit_s
             (over,) = self.group.tell(int(reached or late))
             state = "" if not over else "reached" if reached else "did not reach"
-            tell({**standing, "state": state})
+            tell({**so_far, "state": state})
             if over:
                 return
 

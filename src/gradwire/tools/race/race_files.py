@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwire.tools.experiment.run_files import append, read
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.events import Event
+from gradwire.tools.result_files import append, read
 
 Row = dict[str, str]
 REACHED = "reached"

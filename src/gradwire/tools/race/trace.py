@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from gradwire.exchange.counting import Stats
-from gradwire.tools.experiment.run_files import append, read
 from gradwire.tools.input_errors import InputError
+from gradwire.tools.result_files import append, read
 
 BYTES, DENSE = ("bytes_a_step", "bytes"), ("dense_bytes_a_step", "dense_bytes")  # of an experiment, of StepBytes
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -14,6 +12,7 @@ from rich.table import Table
 from gradwire.state.durable_files import write_atomic
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.provenance import provenance
+from gradwire.tools.result_files import csv_text
 from gradwire.tools.train.loop import Trainer
 from gradwire.tools.train.reporter import Reporter
 from gradwire.tools.train.settings import Settings, TrainingPlan, check
@@ -84,12 +83,8 @@ def describe(trainer: Trainer) -> Record:
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
     """One row a method, with what it was measured on and by."""
-    text = io.StringIO()
-    source = provenance()
-    writer = csv.DictWriter(text, [*records[0], *source], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**record, **source} for record in records)
-    write_atomic(path, text.getvalue())
+    rows = [{**record, **provenance()} for record in records]
+    write_atomic(path, csv_text(list(rows[0]), rows))
 
 
 def table(records: Sequence[Record]) -> Table:

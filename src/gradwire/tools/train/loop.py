@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.simulation.random_state import seed_worker
@@ -16,7 +15,6 @@ from gradwire.tools.train.metrics import Row, Traffic
 from gradwire.tools.train.reporter import Reporter
 from gradwire.tools.train.run_state import RunState
 from gradwire.tools.train.settings import TrainingPlan
-from gradwire.tools.train.task import Share
 from gradwire.tools.train.worker_group import WorkerGroup
 
 
@@ -28,8 +26,7 @@ class Trainer:
         torch.manual_seed(plan.settings.seed)
         self.model = plan.task.make_model().to(group.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        gpu = [group.device.index] if group.device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(self.model, device_ids=gpu)
+        self.ddp = group.wrap(self.model)
         self.wire = gradwire.attach(self.ddp, plan.compressor)
         own, decay = plan.compressor.own_momentum, plan.weight_decay
         self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
@@ -98,7 +95,7 @@ class Trainer:
             "epoch": state.epoch + 1,
             "step": state.step,
             "train_loss": state.loss_sum / state.position,
-            **self.evaluate(),
+            **self.group.score(plan.task, self.model),
             "seconds": state.seconds,
             "ms_per_step": 1000 * state.seconds / state.epoch_step,
             "workers": self.group.world,
@@ -108,15 +105,6 @@ class Trainer:
         }
         state.next_epoch(row)
         self.reporter.epoch(row, plan.task.scores[0], state.total.bytes_sent / 1e6)
-
-    def evaluate(self) -> dict[str, float]:
-        """The task's scores on the held-out data, each worker testing its share of it."""
-        self.group.share_buffers(self.model)
-        self.model.eval()
-        with torch.no_grad():
-            totals = self.plan.task.evaluate(self.model, Share(self.group.rank, self.group.world))
-        self.model.train()
-        return self.plan.task.score(self.group.sum(totals))
 
     def epoch_steps_left(self) -> int:
         """Steps this epoch still has, here and now."""

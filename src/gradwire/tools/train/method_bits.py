@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count, islice
 from typing import Any
 
 import torch
@@ -66,8 +65,10 @@ def record(on_step: Callable[[], None] = lambda: None) -> GradientTrace:
     trace = GradientTrace(Layout.of((name, tensor.shape) for name, tensor in named.items()))
     optimizer = optimizers.make("adam", named.values(), defaults.schedules["adam"].base, defaults.weight_decay)
     recorder = Recorder(model, named, strict=True)
-    for step, batches in enumerate(islice(_batches(task, defaults.batch), TRAINED + SETTLED + COUNTED)):
-        pairs = [_look(task, model, recorder, indices) for indices in batches]
+    of_workers = (sharding.endless(task.samples, SEED, rank, WORKERS, defaults.batch) for rank in range(WORKERS))
+    steps = zip(range(TRAINED + SETTLED + COUNTED), *of_workers, strict=False)
+    for step, *batches in steps:
+        pairs = [_look(task, model, recorder, indices) for _, indices in batches]
         mean = torch.stack([grad for grad, _ in pairs]).mean(0)
         for slot in trace.layout:
             named[slot.name].grad = slot.of(mean).view(slot.shape)
@@ -78,14 +79,6 @@ def record(on_step: Callable[[], None] = lambda: None) -> GradientTrace:
         on_step()
     recorder.remove()
     return trace
-
-
-def _batches(task: Task, batch: int) -> Iterator[list[Tensor]]:
-    """The samples of every worker, step after step, epoch after epoch."""
-    for epoch in count():
-        order = sharding.epoch_order(task.samples, SEED, epoch)
-        shares = [sharding.batches(order, rank, WORKERS, batch) for rank in range(WORKERS)]
-        yield from map(list, zip(*shares, strict=True))
 
 
 def _look(task: Task, model: nn.Module, recorder: Recorder, indices: Tensor) -> tuple[Tensor, Tensor]:

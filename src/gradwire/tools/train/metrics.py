@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import platform
 import shlex
 import sys
@@ -18,6 +15,7 @@ import torch
 
 import gradwire
 from gradwire.state.durable_files import write_atomic
+from gradwire.tools.result_files import csv_text, json_text
 
 if TYPE_CHECKING:
     from gradwire.exchange.counting import Stats
@@ -81,11 +79,8 @@ def columns(scores: Sequence[str]) -> list[str]:
 
 def write_csv(path: Path, rows: Sequence[Row], scores: Sequence[str]) -> None:
     """All rows anew, so that a resumed run never leaves a row twice."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns(scores), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: f"{value:.8g}" for key, value in row.items()} for row in rows)
-    write_atomic(path, text.getvalue())
+    written = ({key: f"{value:.8g}" for key, value in row.items()} for row in rows)
+    write_atomic(path, csv_text(columns(scores), written))
 
 
 def summarise(plan: TrainingPlan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
@@ -117,13 +112,5 @@ def summarise(plan: TrainingPlan, parameters: int, device: str, rows: Sequence[R
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """summary.json; a number that is not finite is written as null, which every JSON reader takes."""
-    write_atomic(path, json.dumps(_finite(summary), indent=2) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+    """summary.json."""
+    write_atomic(path, json_text(summary))

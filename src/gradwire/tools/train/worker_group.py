@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.tools.input_errors import InputError
+from gradwire.tools.train.task import Share, Task
 
 LAUNCHER = "GRADWIRE_LAUNCHER"  # the pid of the process that has started a worker
 STORE = "GRADWIRE_STORE"  # a folder that nobody else may open: the workers of one machine meet in it
@@ -57,10 +59,20 @@ class WorkerGroup:
         dist.broadcast(message, 0)
         return [int(number) for number in message.tolist()]
 
-    def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, as DDP does before a step: they are tested with one set of them."""
-        for buffer in model.buffers():
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        """The model, trained by all workers."""
+        gpu = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=gpu)
+
+    def score(self, task: Task, model: nn.Module) -> dict[str, float]:
+        """The task's scores on the held-out data, each worker testing its share of it."""
+        for buffer in model.buffers():  # those of rank 0, as DDP does before a step: all test with one set of them
             dist.broadcast(buffer, 0)
+        model.eval()
+        with torch.no_grad():
+            totals = task.evaluate(model, Share(self.rank, self.world))
+        model.train()
+        return task.score(self.sum(totals))
 
     def synchronize(self) -> None:
         """Wait for this worker's GPU, so that a clock read now means something."""
