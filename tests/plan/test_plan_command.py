@@ -181,7 +181,7 @@ def test_bad_input_is_refused(options, words):
     ],
 )
 def test_bad_input_is_refused_before_workers_start(monkeypatch, arguments, environment, words):
-    started = "gradwire.tools.train.launch.launch"
+    started = "gradwire.tools.cli.plan_command.launch"
     monkeypatch.setattr(started, lambda *_: pytest.fail("nothing may start"))
     code, said = invoke(*arguments, **environment)
     assert code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +18,16 @@ from typer import Option
 from gradwire.methods import Compressor, from_spec
 from gradwire.plan import typical
 from gradwire.plan.choose import choose
-from gradwire.plan.model import Network
+from gradwire.plan.model import Network, Work
 from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
+from gradwire.tools.plan.measured import measured
 from gradwire.tools.plan.report import PlanReport
+from gradwire.tools.train import worker_process
+from gradwire.tools.train.launch import launch
 from gradwire.tools.train.settings import DEFAULT_WORKERS, DEVICES, Settings, check
+from gradwire.tools.train.worker_group import choose_device, inside_torchrun
 
 METHODS = "dense bf16 powersgd:rank=4 topk:density=0.01 vgc:alpha=1.5"
 DEFAULT_LATENCY_MS = 0.1
@@ -81,47 +85,77 @@ def plan(
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Predict the step time of every method, and say which to take. Under torchrun or gradwire lab with --task."""
-    outputs = Outputs(chart_file, json_file, csv_file)
+    calculation = Calculation(params, backward_ms, forward_ms, after_ms, mbit, latency_ms, density)
     with readable_errors():
         world = among(os.environ if params is None else {}, workers)
         chosen = parse_methods(methods)
-        outputs.check()
-        if device not in DEVICES:
-            raise InputError(f"unknown device {device!r}. Known devices: {', '.join(DEVICES)}")
-        if not 0 <= margin < 1:
-            raise InputError(f"--margin must be from 0 to 1, not {margin}")
-        offline = {"--backward-ms": backward_ms, "--forward-ms": forward_ms, "--mbit": mbit, "--density": density}
+        outputs = Outputs(chart_file, json_file, csv_file)
+        check_common(outputs, device, margin)
         if (task is None) == (params is None):
             raise InputError(
                 "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
             )
-        if params is not None:
-            needed = {"--backward-ms": backward_ms, "--workers": workers, "--mbit": mbit}
-            if lacking := [option for option, value in needed.items() if value is None]:
-                raise InputError(f"--params needs {' and '.join(lacking)} too")
-            assert backward_ms is not None and mbit is not None  # noqa: PT018 for the type checker
-            forward_ms = backward_ms / 2 if forward_ms is None else forward_ms
-            times = check_times(forward_ms, backward_ms, after_ms)
-            report = calculated(params, times, network_of(world, mbit, latency_ms), chosen, device, density, margin)
-            show(report, outputs)
-            return
-        if given := [option for option, value in offline.items() if value is not None]:
+        if task is None:
+            show(calculation.report(workers, chosen, device, margin), outputs)
+        else:
+            calculation.refuse()
+            settings = Settings(task=task, workers=world, batch=batch, optimizer=optimizer, data=data, device=device)
+            begin(settings, chosen, margin, outputs)
+
+
+def check_common(outputs: Outputs, device: str, margin: float) -> None:
+    outputs.check()
+    if device not in DEVICES:
+        raise InputError(f"unknown device {device!r}. Known devices: {', '.join(DEVICES)}")
+    if not 0 <= margin < 1:
+        raise InputError(f"--margin must be from 0 to 1, not {margin}")
+
+
+@dataclass(frozen=True)
+class Calculation:
+    """A plan for which nothing is measured: what --params comes with. None: not given."""
+
+    params: float | None
+    backward_ms: float | None
+    forward_ms: float | None
+    after_ms: float
+    mbit: float | None
+    latency_ms: float
+    density: float | None
+
+    def refuse(self) -> None:
+        """With --task all of these are measured."""
+        names = ("backward_ms", "forward_ms", "mbit", "density")
+        if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) is not None]:
             raise InputError(f"{', '.join(given)}: only with --params; with --task they are measured")
-        assert task is not None
-        settings = Settings(task=task, workers=world, batch=batch, optimizer=optimizer, data=data, device=device)
-        begin(settings, chosen, margin, outputs)
+
+    def report(self, workers: int | None, methods: Iterable[str], device: str, margin: float) -> PlanReport:
+        needed = {"--backward-ms": self.backward_ms, "--workers": workers, "--mbit": self.mbit}
+        if lacking := [option for option, value in needed.items() if value is None]:
+            raise InputError(f"--params needs {' and '.join(lacking)} too")
+        assert workers is not None and self.mbit is not None  # noqa: PT018 for the type checker
+        work, network = self.work(), network_of(workers, self.mbit, self.latency_ms)
+        if self.density is not None and not 0 < self.density <= 1:
+            raise InputError(f"--density must be more than 0 and at most 1, not {self.density}")
+        kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        costs = [typical.cost_of(spec, kind, self.density) for spec in methods]
+        return PlanReport(f"typical costs, {kind}", work, network, costs, choose(work, network, costs, margin))
+
+    def work(self) -> Work:
+        assert self.params is not None and self.backward_ms is not None  # noqa: PT018 for the type checker
+        forward_ms = self.backward_ms / 2 if self.forward_ms is None else self.forward_ms
+        times = (forward_ms, self.backward_ms, self.after_ms)
+        if not all(0 <= one < math.inf for one in times):
+            raise InputError(f"--forward-ms, --backward-ms and --after-ms must be 0 or more, not {times}")
+        if not 1 <= self.params <= MOST_PARAMETERS:
+            raise InputError(f"--params must be from 1 to {MOST_PARAMETERS:g}, not {self.params:g}")
+        return typical.work_of(round(self.params), *times)
 
 
 def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: Outputs) -> None:
     """Be a worker, or start them. Everything is checked in both."""
-    from gradwire.tools.train import worker_process
-    from gradwire.tools.train.launch import launch
-    from gradwire.tools.train.worker_group import choose_device, inside_torchrun
-
     checked = check(settings)
     if inside_torchrun():
-        from gradwire.tools.plan.measured import measured
-
         worker_process.run_reporting_errors(
             lambda: measured(checked, methods, margin, lambda report: show(report, outputs))
         )
@@ -158,38 +192,11 @@ def parse_methods(text: str) -> dict[str, Compressor]:
     return found
 
 
-def check_times(*times: float) -> tuple[float, float, float]:
-    if not all(0 <= one < math.inf for one in times):
-        raise InputError(f"--forward-ms, --backward-ms and --after-ms must be 0 or more, not {times}")
-    forward, backward, after = times
-    return forward, backward, after
-
-
 def network_of(workers: int, mbit: float, latency_ms: float) -> Network:
     try:
         return Network(workers, mbit, latency_ms)
     except ValueError as error:
         raise InputError(f"{error}. Give --mbit 1000 for 1 Gbit/s, --latency-ms 0.1") from error
-
-
-def calculated(
-    params: float,
-    times: tuple[float, float, float],
-    network: Network,
-    methods: Mapping[str, Compressor],
-    device: str,
-    density: float | None,
-    margin: float,
-) -> PlanReport:
-    """Nothing is measured: typical costs."""
-    if not 1 <= params <= MOST_PARAMETERS:
-        raise InputError(f"--params must be from 1 to {MOST_PARAMETERS:g}, not {params:g}")
-    if density is not None and not 0 < density <= 1:
-        raise InputError(f"--density must be more than 0 and at most 1, not {density}")
-    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    work = typical.work_of(round(params), *times)
-    costs = [typical.cost_of(spec, kind, density) for spec in methods]
-    return PlanReport(f"typical costs, {kind}", work, network, costs, choose(work, network, costs, margin))
 
 
 def show(report: PlanReport, outputs: Outputs) -> None:
