@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from gradwire.tools.experiment.grid import Grid, Run
 from gradwire.tools.experiment.schedule import Course
@@ -115,48 +115,42 @@ def _values(kind: type[Any], table: Mapping[str, Any], needed: set[str]) -> dict
         raise InputError(f"unknown {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
     if missing := needed - table.keys():
         raise InputError(f"{', '.join(sorted(missing))} must be given")
-    return {name: _value(name, value) for name, value in table.items()}
+    return {name: _value(kind, name, value) for name, value in table.items()}
 
 
-NUMBER = (int, float)
-LISTS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("methods", "optimizers"), str),
-    **dict.fromkeys(("rates", "fronts"), NUMBER),
-    "seeds": int,
-}
-SCALARS: dict[str, type | tuple[type, ...]] = {
-    **dict.fromkeys(("task", "about", "precision"), str),
-    **dict.fromkeys(("epochs", "workers", "batch", "steps_per_epoch"), int),
-    **dict.fromkeys(("weight_decay", "clip"), NUMBER),
-    "augment": bool,
-}
-
-
-def _value(name: str, value: Any) -> Any:
-    if name in LISTS:
-        if not isinstance(value, list) or not all(_is(one, LISTS[name]) for one in value):
-            raise InputError(f"{name} must be a list, got {value!r}")
-        return tuple(value)
-    if name in SCALARS and not _is(value, SCALARS[name]):
-        raise InputError(f"{name} must not be {value!r}")
+def _value(kind: type[Any], name: str, value: Any) -> Any:
+    """A value of the type of its field: TOML has no tuples, and a whole number may stand for any number."""
     if name == "also":
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
             raise InputError(f"also is written as [[also]], got {value!r}")
         return tuple(Grid(**_values(Grid, one, {"methods"})) for one in value)
-    if name in ("schedule", "learning_rate", "model") and not isinstance(value, dict):
-        raise InputError(f"{name} must be a table, got {value!r}")
-    if name != "schedule":
-        return value
+    wanted = get_type_hints(kind)[name]
+    if get_origin(wanted) is tuple:
+        if not isinstance(value, list) or not all(_is(one, get_args(wanted)[0]) for one in value):
+            raise InputError(f"{name} must be a list, got {value!r}")
+        return tuple(value)
+    if get_origin(wanted) is Mapping:
+        if not isinstance(value, dict):
+            raise InputError(f"{name} must be a table, got {value!r}")
+        return _courses(value) if name == "schedule" else value
+    if not any(_is(value, one) for one in get_args(wanted) or (wanted,)):
+        raise InputError(f"{name} must not be {value!r}")
+    return value
+
+
+def _courses(tables: Mapping[str, Any]) -> dict[str, Course]:
     try:
-        return {optimizer: Course(**course) for optimizer, course in value.items()}
+        return {optimizer: Course(**course) for optimizer, course in tables.items()}
     except TypeError as error:
         raise InputError(
-            f"schedule has tables such as [schedule.sgd] of kind, times and warmup, got {value!r}"
+            f"schedule has tables such as [schedule.sgd] of kind, times and warmup, got {tables!r}"
         ) from error
 
 
-def _is(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and (kinds is bool or not isinstance(value, bool))
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int if kind is int else (int, float) if kind is float else kind)
 
 
 def open_task(experiment: Experiment, data: Path | None) -> Task:
