@@ -37,7 +37,7 @@ def attached(small: SmallBuckets | None) -> tuple[DistributedDataParallel, Any]:
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, Dense())
     list(scenes.train(model, range(2), scenes.sgd(model)))
-    wire._link.use(VGC(alpha=1.0), small)
+    wire._reducer.use(VGC(alpha=1.0), small)
     list(scenes.train(model, range(2, 4), scenes.sgd(model)))
     return model, wire
 
@@ -137,7 +137,7 @@ def after(fault: str) -> tuple[list[str], float, bool]:
     """What the step with the fault and the next one say, how long that takes, whether the courier is still there."""
     spoil, small, _ = FAULTS[fault]
     model, wire = attached(small)
-    spoil(wire._link._pipeline)
+    spoil(wire._reducer._pipeline)
     begin, messages = time.monotonic(), []
     for step in range(2):
         x, y = scenes.batch(step)

@@ -47,7 +47,7 @@ def overlap():
     """When each bucket was handed over and when its message was gathered, in the last of three steps."""
     model = scenes.ddp(SlowStart())
     wire = gradwire.attach(model, VGC(alpha=1.0))
-    link = wire._link
+    link = wire._reducer
     exchange, wait, events = link.exchange, Flight.wait, []
 
     def handed(bucket):
@@ -177,7 +177,7 @@ def in_a_subgroup():
     model = DistributedDataParallel(scenes.net(), process_group=group, bucket_cap_mb=scenes.TINY_BUCKETS)
     wire = gradwire.attach(model, VGC(alpha=1.0))
     prints = list(scenes.train(model, range(6), scenes.sgd(model)))
-    return prints, wire._link.world_size
+    return prints, wire._reducer.world_size
 
 
 def test_groups_that_are_a_part_of_the_world(spawn):
@@ -190,7 +190,7 @@ def test_groups_that_are_a_part_of_the_world(spawn):
 def shared():
     models = [scenes.ddp(scenes.net(seed)) for seed in range(2)]
     wires = [gradwire.attach(model, VGC(alpha=1.0)) for model in models]
-    couriers = {id(wire._link._pipeline._courier) for wire in wires}
+    couriers = {id(wire._reducer._pipeline._courier) for wire in wires}
     return len(couriers), courier_of(models[0].process_group).group is not models[0].process_group
 
 

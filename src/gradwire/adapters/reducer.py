@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from gradwire.adapters import momentum_advice
 from gradwire.adapters import optimizer_hook as stepping
-from gradwire.adapters.momentum_advice import Advice
 from gradwire.adapters.unused_parameters import Unused
 from gradwire.adapters.without_hook import Plain
 from gradwire.codec.header import VERSION
@@ -29,16 +29,15 @@ from gradwire.exchange.sums import SmallBuckets, summed
 from gradwire.layout import Layout
 from gradwire.methods.base import Compressor, Context, Sum, checked
 from gradwire.methods.dense import Dense
-from gradwire.moments import Recorder
-from gradwire.moments.graphed import Graphed
 from gradwire.state.by_name import Store
 from gradwire.version import __version__
 
 if TYPE_CHECKING:
     from gradwire.adapters.auto.step_clock import Clock
+    from gradwire.moments import Recorder
 
 
-class Link:
+class Reducer:
     """What stands between one model and its process group: `exchange` takes every bucket that is ready.
 
     root: the module whose forward is called; parameters: those that are exchanged, by name.
@@ -74,7 +73,7 @@ class Link:
         self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
-        self._advice = Advice(self.group)
+        self._advised: Compressor | None = None
         self._small: SmallBuckets | None = None
         self._compressed: set[str] = set()  # tensors that may hold something back
         self._pipeline: Pipeline | None = None
@@ -117,6 +116,8 @@ class Link:
     def _record(self) -> Recorder:
         root = self._root()
         assert root is not None  # who asks for it holds it
+        from gradwire.moments import Recorder  # what nobody else needs is not imported with gradwire
+
         recorder = Recorder(root, self.parameters, **self._moments)
         recorder.begin_step(self.steps)
         return recorder
@@ -159,7 +160,7 @@ class Link:
             self.recorder.remove()
             self.recorder = self._record()
 
-    def take_over(self, older: Link) -> None:
+    def take_over(self, older: Reducer) -> None:
         """Goes on where the link of an earlier wrapping of the same net stands, which is over from now on.
 
         What it holds back comes along where the parameter is the same and has its elements in the same order.
@@ -212,23 +213,23 @@ class Link:
         """One ready bucket: its future holds the mean over the ranks."""
         if self._step.done:
             self._begin_step()
-        layout = self._layout(bucket)
+        layout, buffer = self._layout(bucket), bucket.buffer()
         if self.clock is not None:
             self.clock.ready(layout)
         if isinstance(self._compressor, Sum):
-            future = self._sum(bucket.buffer(), layout, self._compressor)
+            future = self._sum(buffer, layout, self._compressor)
             self._count_sum(layout)
             return future
         assert self._pipeline is not None
         if self._small is not None and self._is_small(layout, self._small):
-            self._consume(layout, bucket.buffer())
-            future = self._sum(bucket.buffer(), layout, self._small.method)
-            return self._pipeline.beside(self._step, len(layout), future)
+            self._consume(layout, buffer)
+            future = self._sum(buffer, layout, self._small.method)
+            return self._pipeline.beside(self._step, len(layout.slots), future)
         self._compressed.update(layout.names)
         job = Job(
-            bucket=self.store.bucket(layout, self._compressor, bucket.buffer().device),
-            buffer=bucket.buffer(),
-            active=self._consume(layout, bucket.buffer()),
+            bucket=self.store.buckets.get(layout) or self.store.bucket(layout, self._compressor, buffer.device),
+            buffer=buffer,
+            active=self._consume(layout, buffer),
             scale=self._last_scale,
             ready=recorded_event(self.device),
             future=Future(devices=[self.device] if self.device.type == "cuda" else []),
@@ -248,7 +249,7 @@ class Link:
             plan,
             may_be_skipped=self._last_scale is not None,
             tensors_left=len(self.parameters),
-            budget=self.budget if self.budget.due else None,
+            budget=self.budget if self.budget.rate is not None and self.budget.due else None,
         )
 
     def _check_begin(self) -> None:
@@ -271,6 +272,8 @@ class Link:
             )
         root = self._root()
         assert root is not None  # who asks for it holds it
+        from gradwire.moments.graphed import Graphed
+
         Graphed(self.recorder, getattr(root, "module", root), sample)
 
     def release(self) -> None:
@@ -288,7 +291,10 @@ class Link:
             return
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
-            self._advice(self._compressor, optimizer)
+            if self._advised is not self._compressor:
+                self._advised = self._compressor
+                if dist.get_rank(self.group) == 0:
+                    momentum_advice.tell(self._compressor, optimizer)
             if self.plain is not None and self.plain.steps_with(optimizer):
                 self.plain.count(self.meter)
                 self._end_step(finite=True)
@@ -301,7 +307,8 @@ class Link:
         elif self._next is not None:
             self._install(self._next)
         self.steps += 1
-        self.budget.end_step()
+        if self.budget.rate is not None:
+            self.budget.end_step()
         self._arrived()
         if self.recorder is not None:
             self.recorder.begin_step(self.steps)
@@ -319,10 +326,14 @@ class Link:
     def _consume(self, layout: Layout, buffer: Tensor) -> Tensor | None:
         """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
         recorder = self.recorder
-        active = [recorder.seen(name) for name in layout.names] if recorder else self.unused.seen(layout.names)
         if recorder is not None:
-            for slot in layout:
+            active = [recorder.seen(name) for name in layout.names]
+            for slot in layout.slots:
                 recorder.consume(slot.name, slot.of(buffer))
+        elif self.unused.listens:
+            active = self.unused.seen(layout.names)
+        else:
+            return None
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
     def _is_small(self, layout: Layout, small: SmallBuckets) -> bool:
@@ -331,7 +342,7 @@ class Link:
 
     def _count_sum(self, layout: Layout) -> None:
         """A step of sums alone is over when its last bucket is on its way."""
-        self._step.tensors_left -= len(layout)
+        self._step.tensors_left -= len(layout.slots)
         if self._step.tensors_left == 0:
             self._step.done = True
             self.meter.end_step(dense=True)

@@ -14,7 +14,7 @@ from gradwire.codec.header import WORD_BYTES
 from gradwire.errors import AttachError
 from gradwire.exchange.batched_vgc import Abreast, fits
 from gradwire.exchange.budget import check
-from gradwire.exchange.counting import Meter
+from gradwire.exchange.counting import Counts, Meter
 from gradwire.exchange.in_process_graph import FIRST, Repeated, repeats
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
@@ -157,7 +157,7 @@ class Ranks:
         step.undo.append(crossed.undo)
         none = crossed.finite.new_zeros((), dtype=torch.bool)
         part.arrival = Arrival(crossed.finite, crossed.passed.amax(0), none, _fine)
-        part.note(crossed.sent.sum(0), crossed.passed.clamp(min=0).sum(0), crossed.norm)
+        part.counts = Counts(crossed.sent.sum(0), crossed.passed.clamp(min=0).sum(0), crossed.norm)
         if not context.dense:
             return [part], crossed.n_bytes
         waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
@@ -170,15 +170,14 @@ class Ranks:
         """Bytes and elements of all workers, and |sent|_1."""
         total = self.world_size * n_bytes
         self.meter.count(total, total, self.world_size * WORD_BYTES * self.layout.numel)
-        counts = [part.sent for part in parts if part.sent is not None]
-        norms = [part.norm for part in parts if part.norm is not None]
-        asked = [part.passed for part in parts if part.passed is not None]
+        columns = zip(*(part.counts for part in parts), strict=True)
+        counts, asked, norms = ([one for one in column if one is not None] for column in columns)
         if dense or not counts:
             for _ in range(self.world_size):
                 self.meter.everything(self.layout)
         else:
             passed = torch.stack(asked).clamp_(min=0).sum(0) if asked else None
-            self.meter.elements(self.layout, torch.stack(counts).sum(0), passed, torch.stack(norms).sum())
+            self.meter.elements(self.layout, Counts(torch.stack(counts).sum(0), passed, torch.stack(norms).sum()))
         self.meter.end_step(dense)
 
     def snapshot(self) -> list[list[Tensor]]:

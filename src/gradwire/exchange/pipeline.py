@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from torch.futures import Future
 
 from gradwire.errors import GradwireError
 from gradwire.exchange.budget import Budget
-from gradwire.exchange.counting import Meter
+from gradwire.exchange.counting import Lap, Mark, Meter
 from gradwire.exchange.courier import Courier, Flight
 from gradwire.exchange.room import Capacity
 from gradwire.exchange.step import Answer, Ask, Part, Step, Talk, answered, exchange
@@ -43,6 +44,9 @@ class Job:
     scale: Tensor | None  # of a GradScaler: r and v are kept in units of 1
     ready: torch.cuda.Event | None
     future: Future[Tensor]
+    n_sent: int = 0  # bytes handed to the collectives
+    n_received: int = 0
+    laps: list[Lap] = field(default_factory=list)
 
     def part(self, step: Step, method: Compressor, context: Context) -> Part:
         """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
@@ -108,10 +112,11 @@ class Pipeline:
         context = self._context(method, step, job)
         if step.budget is not None:
             step.budget.ask(self._courier, job.buffer.device)
-        with self._meter.phase("encode"):
-            part = job.part(step, method, context)
-            talk = exchange(part)
-            ask = next(talk)
+        begin = _mark(job)
+        part = job.part(step, method, context)
+        talk = exchange(part)
+        ask = next(talk)
+        job.laps.append(("encode", begin, _mark(job)))
         flights = self._begin(job, ask)
         if isinstance(method, Gather):
             self._courier.submit(lambda: self._do(step, job, lambda: self._receive(step, job, part, talk, flights)))
@@ -126,30 +131,36 @@ class Pipeline:
 
     def _begin(self, job: Job, ask: Ask) -> tuple[Flight | None, Flight | None]:
         """Begins what was asked for, and counts its bytes."""
-        message, summand = ask.message, ask.summand
-        n_message = 0 if message is None else message.nbytes
-        n_summand = ask.n_bytes - n_message
-        self._meter.count(ask.n_bytes, n_message * (self._courier.world_size - 1) + n_summand, 0)
-        gathered = None if message is None else self._courier.gather(message)
-        return gathered, None if summand is None else self._courier.sum(summand)
+        gathered = summed = None
+        if ask.message is not None:
+            gathered = self._courier.gather(ask.message)
+            job.n_sent += ask.message.nbytes
+            job.n_received += ask.message.nbytes * (self._courier.world_size - 1)
+        if ask.summand is not None:
+            summed = self._courier.sum(ask.summand)
+            job.n_sent += ask.summand.nbytes
+            job.n_received += ask.summand.nbytes
+        return gathered, summed
 
     def _receive(
         self, step: Backward, job: Job, part: Part, talk: Talk, flights: tuple[Flight | None, Flight | None]
     ) -> None:
         """Answers until nothing more is asked: the mean is in DDP's buffer."""
+        ask: Ask | None = None
         while True:
-            with self._meter.phase("exchange"):
-                answer = Answer(*(None if flight is None else flight.wait() for flight in flights))
-            with self._meter.phase("decode"):
-                ask = answered(talk, answer)
-                if ask is None:
-                    job.take(part.out)
-                    break
+            begin = _mark(job)
+            answer = Answer(*[None if flight is None else flight.wait() for flight in flights])
+            there = _mark(job)
+            ask = answered(talk, answer)
+            if ask is None:
+                job.take(part.out)
+            job.laps += [("exchange", begin, there), ("decode", there, _mark(job))]
+            if ask is None:
+                break
             flights = self._begin(job, ask)
-        self._meter.count(0, 0, job.buffer.nbytes)
-        self._meter.elements(part.context.layout, part.sent, part.passed, part.norm)
+        self._meter.bucket(part.context.layout, (job.n_sent, job.n_received, job.buffer.nbytes), part.counts, job.laps)
         step.arrived(part)
-        self._arrived(step, len(part.context.layout))
+        self._arrived(step, len(part.context.layout.slots))
 
     def _arrived(self, step: Backward, n_tensors: int) -> None:
         step.tensors_left -= n_tensors
@@ -249,6 +260,15 @@ def _hand(future: Future[Any], error: BaseException) -> None:
         if not future.done():
             with contextlib.suppress(BaseException):
                 future.set_exception(taken)
+
+
+def _mark(job: Job) -> Mark:
+    """Now: on the host, and where the stream stands on a GPU."""
+    event = None
+    if job.ready is not None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+    return Mark(time.perf_counter(), event)
 
 
 def recorded_event(device: torch.device) -> torch.cuda.Event | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import GradwireError
+from gradwire.exchange.counting import Counts
 from gradwire.exchange.room import Capacity, RoomPlan
 from gradwire.layout import Layout
 from gradwire.methods.base import Arrival, Compressor, Context, Gather, Rounds, State, Sum, tensors
@@ -40,6 +41,7 @@ class Answer:
     total: Tensor | None = None
 
 
+NONE = Counts()
 Talk = Generator[Ask, Answer, None]
 
 
@@ -56,13 +58,7 @@ class Part:
     out: Tensor  # [N]: the mean over the ranks
     finite: Tensor | None = None  # bool []: of this worker's gradient, where the message does not say it
     arrival: Arrival | None = None
-    sent: Tensor | None = None  # integers [K], elements sent of each tensor; None: all
-    passed: Tensor | None = None  # int32 [K], elements that asked for room
-    norm: Tensor | None = None  # float32 [], |sent|_1
-
-    def note(self, sent: Tensor | None, passed: Tensor | None, norm: Tensor) -> None:
-        """For the statistics."""
-        self.sent, self.passed, self.norm = sent, passed, norm
+    counts: Counts = NONE  # for the statistics
 
 
 def exchange(part: Part) -> Talk:
@@ -92,11 +88,11 @@ def _gathered(part: Part, method: Gather) -> Talk:
     whole = None
     if context.dense:
         whole = method.waiting(state, context)
-        part.note(None, None, whole.abs().sum())
+        part.counts = Counts(norm=whole.abs().sum())
         whole.mul_(1 / context.world_size)
         _will_be_cleared(part)
     else:
-        part.note(message.sent, message.passed, message.sent_norm)
+        part.counts = Counts(message.sent, message.passed, message.sent_norm)
     answer = yield Ask(message.data, whole)
     assert answer.messages is not None
     part.arrival = method.decode(answer.messages, part.out, context)
@@ -121,7 +117,7 @@ def _in_rounds(part: Part, method: Rounds) -> Talk:
         _will_be_cleared(part)
     part.step.undo.append(outcome.undo)
     part.out = outcome.mean
-    part.note(outcome.sent, None, outcome.sent_norm)
+    part.counts = Counts(outcome.sent, None, outcome.sent_norm)
     part.arrival = Arrival(outcome.finite, None, torch.zeros_like(outcome.finite), _fine)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.exchange.counting import Meter
+from gradwire.exchange.counting import Mark, Meter
 from gradwire.exchange.step import Answer, Part, answered, exchange
 from gradwire.methods.base import Sum
 
@@ -25,7 +25,7 @@ class SmallBuckets:
 
 def summed(part: Part, group: dist.ProcessGroup, meter: Meter, on_arrival: Callable[[], None]) -> Future[Tensor]:
     """The mean over the ranks in place of the gradient: the collective's own future."""
-    start, n_dense, layout = time.perf_counter(), part.grad.nbytes, part.context.layout
+    start, n_dense, layout = Mark(time.perf_counter()), part.grad.nbytes, part.context.layout
     talk = exchange(part)
     ask = next(talk)
     meter.count(ask.n_bytes, ask.n_bytes, n_dense)
@@ -35,7 +35,7 @@ def summed(part: Part, group: dist.ProcessGroup, meter: Meter, on_arrival: Calla
 
     def arrived(future: Future[list[Tensor]]) -> Tensor:
         answered(talk, Answer(total=future.value()[0]))
-        meter.add_time("exchange", time.perf_counter() - start)
+        meter.laps([("exchange", start, Mark(time.perf_counter()))])
         on_arrival()
         return part.out
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.adapters.reducer import Link
+from gradwire.adapters.reducer import Reducer
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
 from gradwire.plan import costs
@@ -21,14 +21,14 @@ WRONG = {False: 0.3, True: 0.15}  # by so much a method may be faster than predi
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
-def dry_run(link: Link, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
+def dry_run(link: Reducer, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
     """Of this rank alone; nothing is sent and no state of the link is touched."""
     gradients = [_gradient(link, layout) for layout in layouts]
     found = costs.measure(compressor, layouts, gradients, [_moment(one) for one in gradients], link.world_size)
     return replace(found, moments=MOMENTS if compressor.needs_moments else 1.0)
 
 
-def _gradient(link: Link, layout: Layout) -> Tensor:
+def _gradient(link: Reducer, layout: Layout) -> Tensor:
     parts = []
     for slot in layout:
         grad = link.parameters[slot.name].grad
