@@ -12,7 +12,8 @@ from typing import Any
 
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, missing
-from gradwire.tools.lab.commands import Hosts, run
+from gradwire.tools.lab.commands import run
+from gradwire.tools.lab.hosts import Hosts
 from gradwire.tools.lab.loopback import Loopback
 from gradwire.tools.lab.rates import Rates
 
@@ -27,7 +28,7 @@ def check_lab(loopback: bool) -> None:
         raise InputError(f"shaped links need {lacking}. Without it, {REMEDY}")
 
 
-def open_hosts(hosts: int, rate: Rates, loopback: bool) -> Lab | Loopback:
+def open_hosts(hosts: int, rate: Rates, loopback: bool) -> Hosts:
     """Hosts behind links of a rate, or processes on 127.0.0.1."""
     return Loopback(hosts) if loopback else Lab(hosts, rate)
 
