@@ -10,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.cli.options import Data
 from gradwire.tools.experiment.experiment_file import open_task, read
 from gradwire.tools.experiment.grid_progress import GridProgress
 from gradwire.tools.experiment.run_grid import Runner
@@ -19,7 +20,7 @@ from gradwire.tools.train.settings import DEVICES
 
 def experiment(
     file: Annotated[Path, Argument(help="a TOML file, such as those in experiments/")],
-    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
+    data: Data = None,
     out: Annotated[Path | None, Option(help="folder of the results [results/NAME beside FILE]")] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
     only: Annotated[

@@ -10,15 +10,14 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from gradwire.tools.cli.exit_codes import FAILED, readable_errors
+from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.cli.options import Loopback as OnLoopback
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import Lab, LabError, clean, missing
+from gradwire.tools.lab import Lab, clean, missing
 from gradwire.tools.lab.commands import Change, CommandError, find_program, run
 from gradwire.tools.lab.loopback import Loopback
 from gradwire.tools.lab.rates import UNLIMITED, Link, parse_links
 from gradwire.tools.train.launch import tidy_terminal
-
-REMEDY = "--loopback runs the same processes on 127.0.0.1, unshaped"
 
 
 def lab(
@@ -28,28 +27,21 @@ def lab(
         str, Option(help="of the links: 100 (Mbit/s), 1Gbit, 100/20 (up/down); 100,10: one a host")
     ] = UNLIMITED,
     change: Annotated[list[str] | None, Option(help="10s:20 is 20 Mbit/s after 10 seconds; may be repeated")] = None,
-    loopback: Annotated[bool, Option("--loopback", help="no root, no rates: all on 127.0.0.1")] = False,
+    loopback: OnLoopback = False,
     remove: Annotated[bool, Option("--clean", help="remove what killed labs have left, and run nothing")] = False,
 ) -> None:
     """Run a command once a host, as torchrun would on as many machines; then show the bytes of every host's link."""
     with readable_errors():
-        try:
-            if remove:
-                show_cleaned()
-                return
-            find_program(command or [])
-            links = parse_links(rate, hosts)
-            changes = [parse_change(text, hosts) for text in change or []]
-            if loopback:
-                on_loopback(hosts, command or [])
-            else:
-                in_namespaces(links, command or [], changes)
-        except LabError as error:
-            typer.echo(f"gradwire: {error}\n{REMEDY}", err=True)
-            raise typer.Exit(FAILED) from None
-        except CommandError as error:
-            typer.echo(f"gradwire: {error}", err=True)
-            raise typer.Exit(error.code) from None
+        if remove:
+            show_cleaned()
+            return
+        find_program(command or [])
+        links = parse_links(rate, hosts)
+        changes = [parse_change(text, hosts) for text in change or []]
+        if loopback:
+            on_loopback(hosts, command or [])
+        else:
+            in_namespaces(links, command or [], changes)
 
 
 def parse_change(text: str, hosts: int) -> Change:
@@ -82,15 +74,13 @@ def on_loopback(hosts: int, command: list[str]) -> None:
 def in_namespaces(links: list[Link], command: list[str], changes: list[Change]) -> None:
     with Lab(len(links), links) as network:
         begin = time.monotonic()
-        failed = None
         try:
             with tidy_terminal():
                 run(network, command, changes)
-        except CommandError as error:
-            failed = error
+        except CommandError:
+            Console().print(table(network, time.monotonic() - begin))
+            raise
         Console().print(table(network, time.monotonic() - begin))
-        if failed is not None:
-            raise failed
 
 
 def table(network: Lab, seconds: float) -> Table:

@@ -20,6 +20,7 @@ from gradwire.plan import typical
 from gradwire.plan.choose import choose
 from gradwire.plan.model import Network, Work
 from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.cli.options import Data
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
 from gradwire.tools.plan.measured import measured
@@ -81,7 +82,7 @@ def plan(
     optimizer: Annotated[
         str, Option(help="adam, adamw, sgd; without momentum: plain-adam, plain-adamw, plain")
     ] = "adam",
-    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
+    data: Data = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
     """Predict the step time of every method, and say which to take. Under torchrun or gradwire lab with --task."""

@@ -13,8 +13,8 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradwire.tools.cli.exit_codes import FAILED, readable_errors
+from gradwire.tools.cli.options import Loopback, Rates
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import LabError
 from gradwire.tools.lab.commands import CommandError
 from gradwire.tools.lab.rates import parse_link
 from gradwire.tools.provenance import provenance
@@ -31,7 +31,7 @@ def replay(
     trace: Annotated[Path, Argument(help="CSV of a run: of `gradwire experiment`, or a row a step of StepBytes")],
     workers: Annotated[int, Option(help="as many as would train")] = 8,
     hosts: Annotated[int | None, Option(help="network namespaces; fewer than workers send more each [up to 8]")] = None,
-    rates: Annotated[str, Option(help="of the links, between commas: 10,100,1Gbit (Mbit/s)")] = "100,1000",
+    rates: Rates = "100,1000",
     compute_ms: Annotated[float, Option(help="what a step computes on one worker, measured without a network")] = 0.0,
     overlap: Annotated[bool, Option("--overlap", help="buckets are sent while the backward goes on")] = False,
     collective: Annotated[str, Option(help="gather (messages), sum, or auto, which the bytes tell")] = "auto",
@@ -40,7 +40,7 @@ def replay(
     steps: Annotated[int, Option(help="times that each is replayed, after two to warm up; the median counts")] = 5,
     bucket_mib: Annotated[float, Option(help="of DDP's buckets; the first has 1")] = 25.0,
     out: Annotated[Path, Option(help="CSV of all steps")] = Path("replay.csv"),
-    loopback: Annotated[bool, Option("--loopback", help="no root, no rates: all on 127.0.0.1")] = False,
+    loopback: Loopback = False,
 ) -> None:
     """Exchange the bytes of a run over real links, without its model: for models and workers that do not fit here."""
     with readable_errors():
@@ -58,7 +58,7 @@ def replay(
         out.unlink(missing_ok=True)
         try:
             rows = run(found, setting, kind, others, links, out, loopback)
-        except (LabError, CommandError) as error:
+        except CommandError as error:
             typer.echo(f"gradwire: {error}", err=True)
             raise typer.Exit(FAILED) from None
     Console().print(table(rows, found, trace.stem, setting))

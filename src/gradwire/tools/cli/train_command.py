@@ -12,6 +12,7 @@ import typer
 from typer import Option
 
 from gradwire.tools.cli.exit_codes import readable_errors
+from gradwire.tools.cli.options import Data, Optimizer
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import run_directory, worker_process
 from gradwire.tools.train.launch import launch
@@ -23,16 +24,13 @@ def train(
     task: Annotated[str, Option(help="digits, fashion, cifar10 or text")] = "digits",
     workers: Annotated[int | None, Option(help="processes on this machine; under torchrun leave it out [4]")] = None,
     compressor: Annotated[str, Option(help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99")] = "vgc",
-    optimizer: Annotated[
-        str,
-        Option(help="adam, adamw, sgd (momentum 0.9, unless the method has its own); without: plain-adam[w], plain"),
-    ] = "adam",
+    optimizer: Optimizer = "adam",
     epochs: Annotated[int | None, Option(help="[the task's]")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,
     learning_rate: Annotated[float | None, Option(help="[the task's for the optimizer]")] = None,
     weight_decay: Annotated[float | None, Option(help="[the task's]")] = None,
     seed: Annotated[int, Option(help="of the initial weights, the order of the samples and dropout")] = 0,
-    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
+    data: Data = None,
     out: Annotated[Path | None, Option(help="folder of the run [runs/TASK-COMPRESSOR-SEED]")] = None,
     resume: Annotated[bool, Option("--resume", help="go on from the last checkpoint in --out")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="start anew in an --out that holds a run")] = False,

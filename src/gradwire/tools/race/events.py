@@ -19,13 +19,14 @@ from gradwire.tools.lab.rates import Rates
 
 Event = dict[str, Any]
 LOOK_S = 0.05
-REMEDY = "--loopback runs the same processes on 127.0.0.1, unshaped"
 
 
 def check_lab(loopback: bool) -> None:
     """Raise where no lab can be built."""
     if not loopback and (lacking := missing()):
-        raise InputError(f"shaped links need {lacking}. Without it, {REMEDY}")
+        raise InputError(
+            f"shaped links need {lacking}. Without it, --loopback runs the same processes on 127.0.0.1, unshaped"
+        )
 
 
 def open_hosts(hosts: int, rate: Rates, loopback: bool) -> Hosts:
