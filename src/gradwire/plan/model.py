@@ -134,6 +134,15 @@ class Cost:
         """Bytes of one bucket that one worker gives to its collectives."""
         return self.bytes_per_element * numel + self.head_bytes
 
+    def encode_ms(self, work: Work) -> float:
+        """Of a step, with all that belongs to its buckets."""
+        return self.overhead_ms * len(work.buckets) + self.encode_ns * work.numel / NS_PER_MS
+
+    def decode_ms(self, work: Work, n_messages: int) -> float:
+        """Of a step; so many messages are gathered, where they are."""
+        messages_ns = self.decode_message_ns * n_messages if self.kind == "gather" else 0.0
+        return (self.decode_ns + messages_ns) * work.numel / NS_PER_MS
+
 
 @dataclass(frozen=True)
 class Prediction:

@@ -14,7 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from gradwire.plan.choose import Verdict, describe, duration, pays_below
-from gradwire.plan.model import NS_PER_MS, Cost, Network, Work
+from gradwire.plan.model import Cost, Network, Work
 from gradwire.tools.result_files import csv_text, json_text
 
 WIDE = {"encode_ms": "encode", "decode_ms": "decode", "exchange_ms": "exchange", "step_ms": "step"}
@@ -38,12 +38,11 @@ class PlanReport:
         rows = []
         for cost in self.costs:
             found = self.verdict.predictions[cost.spec]
-            encode_ms, decode_ms = times_of(cost, self.work, self.network)
             row = {
                 "method": cost.spec,
                 "bytes_a_step": sum(cost.handed_over(numel) for numel in self.work.buckets),
-                "encode_ms": encode_ms,
-                "decode_ms": decode_ms,
+                "encode_ms": cost.encode_ms(self.work),
+                "decode_ms": cost.decode_ms(self.work, self.network.workers),
                 "exchange_ms": found.exchange_ms,
                 "step_ms": found.step_ms,
                 "against_best": found.step_ms / self.verdict.predictions[best.spec].step_ms - 1,
@@ -116,13 +115,6 @@ class PlanReport:
         """A row a method."""
         rows = self.rows()
         path.write_text(csv_text(list(rows[0]), rows), encoding="utf-8")
-
-
-def times_of(cost: Cost, work: Work, network: Network) -> tuple[float, float]:
-    """Encode and decode of a step, in ms."""
-    messages = network.workers if cost.kind == "gather" else 0
-    encode_ms = cost.overhead_ms * len(work.buckets) + cost.encode_ns * work.numel / NS_PER_MS
-    return encode_ms, (cost.decode_ns + cost.decode_message_ns * messages) * work.numel / NS_PER_MS
 
 
 def short(number: float) -> str:
