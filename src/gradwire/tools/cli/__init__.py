@@ -1,4 +1,4 @@
-"""The command line, `gradwire ...`. Thin: one file a command, the work is in gradwire.tools.train."""
+"""The command line, `gradwire ...`. Thin: one file a command, the work is in the folders beside it."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 from gradwire.adapters.wire import AUTO
 from gradwire.methods import METHODS, Compressor, from_spec
+from gradwire.plan.model import FLOAT_BYTES
 from gradwire.tools.input_errors import InputError
 
-FLOAT_BYTES = 4
 ONE_BUCKET = {"bucket_cap_mb": 1024}
 
 Sent = Callable[[int], int | None]  # bytes handed to the collectives after so many steps; None: nobody counts them
