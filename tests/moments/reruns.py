@@ -34,7 +34,7 @@ class StandIn:
     """make_graphed_callables for one tensor out, on a CPU: the moments of a rerun go where those of the first lie."""
 
     def __init__(self, run: Callable[..., Tensor], sample: Sequence[Tensor], recorder: Recorder) -> None:
-        self.run, self.recorder, self.capturing = run, recorder, recorder.capturing
+        self.run, self.recorder, self.capturing = run, recorder, recorder.passes.capturing
         self.parameters = [one for one in sample if one.requires_grad]
         self.inputs = [one if one.requires_grad else one.clone() for one in sample]
         self.gradients: list[Tensor] = []
@@ -42,13 +42,13 @@ class StandIn:
         self.backward([torch.ones_like(one) for one in self.outputs])
 
     def forward(self) -> None:
-        now, self.recorder.capturing = self.recorder.capturing, self.capturing
+        now, self.recorder.passes.capturing = self.recorder.passes.capturing, self.capturing
         with torch.enable_grad():
             self.outputs = [self.run(*self.inputs)]
-        self.recorder.capturing = now
+        self.recorder.passes.capturing = now
 
     def backward(self, gradients: Sequence[Tensor]) -> None:
-        now, self.recorder.capturing = self.recorder.capturing, self.capturing
+        now, self.recorder.passes.capturing = self.recorder.passes.capturing, self.capturing
         held = dict(self.capturing.moments) if self.gradients else {}
         found = torch.autograd.grad(self.outputs, self.parameters, list(gradients))
         if self.gradients:
@@ -59,7 +59,7 @@ class StandIn:
             self.capturing.moments = held
         else:
             self.gradients = [one.detach().clone() for one in found]
-        self.recorder.capturing = now
+        self.recorder.passes.capturing = now
 
     def __call__(self, *args: Tensor) -> Tensor:
         self.parameters = [one for one in args if one.requires_grad]

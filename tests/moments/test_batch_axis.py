@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import MomentError
 from gradwire.moments import Recorder, Row
-from gradwire.moments.batch_axis import MOST
+from gradwire.moments.follow.batch_axis import MOST
 
 from .oracle import Moments, assert_equal, by_sample, consume_all, recorded, trainable
 
@@ -244,7 +244,7 @@ def test_sequences_of_any_length() -> None:
         x = floats(3, length, 4)
         net.zero_grad()
         net(x).square().sum().backward()
-        found = {name: recorder.moment(name).clone() for name in recorder.ledgers}
+        found = {name: recorder.moment(name).clone() for name in recorder.accounts}
         consume_all(recorder)
         twin = Net(net.run, a=linear(), b=linear()).double()
         twin.load_state_dict(net.state_dict())

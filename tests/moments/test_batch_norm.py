@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import interpreted
-from gradwire.moments import Recorder, batch_norm
-from gradwire.moments.site import Site
-from gradwire.moments.tap import Tap
+from gradwire.moments import Recorder
+from gradwire.moments.layer_call import LayerCall, Tap
+from gradwire.moments.layers import batch_norm
 
 DEVICE = "cpu"  # or the fixture's
 EPS = 0.3
@@ -41,7 +41,7 @@ def operands(shape: tuple[int, ...], dtype: torch.dtype, last: bool, device: str
 
 
 def compare_kernels(device: str) -> None:
-    from gradwire.moments.fused.normalized import batch_norm_sums
+    from gradwire.moments.gpu.batch_norm_sums import batch_norm_sums
 
     for shape in SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -91,9 +91,9 @@ def anywhere(request: pytest.FixtureRequest, full_precision: None, monkeypatch: 
     monkeypatch.setattr(batch_norm, "input_gradient", input_gradient)
     monkeypatch.setattr(batch_norm, "sums_of", sums_of)
 
-    def serving(module: nn.Module, tap: Tap, x: Tensor) -> Site | None:
+    def serving(module: nn.Module, tap: Tap, x: Tensor) -> LayerCall | None:
         trains = module.training and type(x) is Tensor
-        return tap.site("", x, tap.recorder.now(), tap.wanted()) if trains else None
+        return tap.call("", x, tap.passes.now(), tap.wanted()) if trains else None
 
     monkeypatch.setattr(batch_norm, "serving", serving)
 

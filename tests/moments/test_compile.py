@@ -45,12 +45,12 @@ def moments(recorder: Recorder, model: nn.Module, batches: list[Tensor]) -> list
     for ids in batches:
         model.zero_grad()
         model(ids).square().mean().backward()
-        found.append({name: recorder.moment(name).clone() for name in recorder.ledgers})
+        found.append({name: recorder.moment(name).clone() for name in recorder.accounts})
         consume_all(recorder)
     kinds = {row.name: row.kind for row in recorder.coverage()}
     assert kinds.pop("norm.weight") == kinds.pop("norm.bias") == "by activation"
     assert set(kinds.values()) == {"exact"}
-    assert recorder.passes == len(batches)
+    assert recorder.passes.current.number == len(batches)
     recorder.remove()
     return found
 
@@ -114,9 +114,9 @@ def test_a_graph_compiled_before_never_passes_silently() -> None:
     recorder = Recorder(net, dict(net.named_parameters()))
     model(ids).square().mean().backward()
     consume_all(recorder)
-    for name, ledger in recorder.ledgers.items():
+    for name, account in recorder.accounts.items():
         assert recorder.moment(name).sum() > 0, name
-        assert ledger.kind in ("exact", "by activation", "step")
+        assert account.kind in ("exact", "by activation", "step")
     recorder.remove()
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
-from gradwire.moments import Recorder, together
+from gradwire.moments import Recorder
+from gradwire.moments.cpu import grad_and_moment
 
 from .oracle import assert_equal, consume_all, trainable
 
@@ -98,7 +99,7 @@ def run(net: nn.Module, model: nn.Module, inputs: list[Tensor], **options: Any) 
     for x in inputs:
         net.zero_grad()
         model(x).square().mean().backward()
-        moments = {name: recorder.moment(name).clone() for name in recorder.ledgers}
+        moments = {name: recorder.moment(name).clone() for name in recorder.accounts}
         consume_all(recorder)
     recorder.remove()
     return moments, {name: param.grad for name, param in trainable(net).items() if param.grad is not None}
@@ -173,12 +174,13 @@ def test_no_convolution_is_made_twice() -> None:
 def test_each_layer_is_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, ...]] = []
 
-    def counted(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None) -> together.Pair:
-        calls.append((gradient.shape[2], x.shape[2]))
-        return together.linear(gradient, x, dtype, place)
+    linear = grad_and_moment.linear
 
-    monkeypatch.setattr(together, "LINEARS", [together.Candidate(together.on_cpu, lambda: counted)])
-    monkeypatch.setattr("gradwire.moments.uses.LINEARS", together.LINEARS)
+    def counted(gradient: Tensor, x: Tensor, dtype: torch.dtype, place: Tensor | None) -> grad_and_moment.Pair:
+        calls.append((gradient.shape[2], x.shape[2]))
+        return linear(gradient, x, dtype, place)
+
+    monkeypatch.setattr(grad_and_moment, "linear", counted)
     make, shape, _ = CASES["positions"]
     net = make()
     run(net, torch.compile(net, backend="aot_eager", fullgraph=True), [torch.randn(shape) for _ in range(3)])

@@ -38,7 +38,7 @@ def passes(net: nn.Module, model: nn.Module, inputs: list[Tensor]) -> dict[str, 
     for _ in range(2):
         net.zero_grad()
         torch.stack([model(x).square().mean() for x in inputs]).sum().backward()
-        moments = {name: recorder.moment(name).clone() for name in recorder.ledgers}
+        moments = {name: recorder.moment(name).clone() for name in recorder.accounts}
         consume_all(recorder)
     recorder.remove()
     return moments
@@ -75,9 +75,9 @@ def test_two_passes_in_one_graph() -> None:
         for _ in range(2):
             net.zero_grad()
             loss(x).backward()
-            moments = {name: recorder.moment(name).clone() for name in recorder.ledgers}
+            moments = {name: recorder.moment(name).clone() for name in recorder.accounts}
             consume_all(recorder)
-        assert recorder.passes == 4
+        assert recorder.passes.current.number == 4
         recorder.remove()
         found.append(moments)
     assert_equal(found[1], found[0], rtol=1e-5)

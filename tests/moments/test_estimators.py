@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.moments import Recorder
-from gradwire.moments.batch_axis import SEVERAL
-from gradwire.moments.estimators import Groups
+from gradwire.moments.estimates.micro_batches import GroupSpread
+from gradwire.moments.follow.batch_axis import SEVERAL
 
 from .oracle import Root, by_sample, consume_all, trainable
 
@@ -31,7 +31,7 @@ def groups_by_hand(shares: list[Tensor], sizes: list[int]) -> Tensor:
 def test_groups_formula(sizes: list[int]) -> None:
     torch.manual_seed(0)
     shares = [floats(3, 2) * n + 1 for n in sizes]
-    groups = Groups(shares[0], torch.float64)
+    groups = GroupSpread(shares[0], torch.float64)
     for share, size in zip(shares, sizes, strict=True):
         groups.add(share, size)
     found = groups.moment(torch.stack(shares).sum(0))
@@ -46,7 +46,7 @@ def test_groups_formula(sizes: list[int]) -> None:
 def test_groups_do_not_cancel_in_float32() -> None:
     """A large mean and a small spread: sum h^2 - g^2/K would be noise, or negative."""
     shares = [torch.tensor([1000.0 + 0.001 * k]) for k in range(4)]
-    groups = Groups(shares[0], torch.float32)
+    groups = GroupSpread(shares[0], torch.float32)
     for share in shares:
         groups.add(share, 2)
     exact = groups_by_hand([share.double() for share in shares], [2] * 4)
@@ -57,7 +57,7 @@ def test_groups_do_not_cancel_in_float32() -> None:
 def test_groups_of_one_sample_each_are_exact() -> None:
     """K = B: then nothing is left to estimate."""
     shares = [floats(5) for _ in range(6)]
-    groups = Groups(shares[0], torch.float64)
+    groups = GroupSpread(shares[0], torch.float64)
     for share in shares:
         groups.add(share, 1)
     torch.testing.assert_close(groups.moment(torch.stack(shares).sum(0)), torch.stack(shares).square().sum(0))
@@ -69,14 +69,14 @@ def test_recorded_groups_follow_the_formula() -> None:
     recorder = Recorder(net, trainable(net))
     for sizes in ([4, 4], [2, 5, 3]):
         net.zero_grad()
-        shares: dict[str, list[Tensor]] = {name: [] for name in recorder.ledgers}
+        shares: dict[str, list[Tensor]] = {name: [] for name in recorder.accounts}
         for size in sizes:
             before = {name: p.grad.clone() if p.grad is not None else 0 for name, p in net.named_parameters()}
             net(floats(size, 6, 3))[0].square().sum().backward()
             for name, param in net.named_parameters():
                 shares[name].append(param.grad - before[name])
         consume_all(recorder)
-        for name in recorder.ledgers:
+        for name in recorder.accounts:
             torch.testing.assert_close(recorder.moment(name), groups_by_hand(shares[name], sizes))
         assert {row.kind for row in recorder.coverage()} == {"groups"}
     recorder.remove()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from gradwire import per_sample
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments import Recorder
-from gradwire.moments.graphed import Graphed, stand_ins
+from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward, stand_ins
 from moments.reruns import StandIn
 
 GPU = False  # or the fixture's
@@ -65,10 +65,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }
 
 
-def capture(recorder: Recorder, module: nn.Module, sample: Tensor) -> Graphed:
+def capture(recorder: Recorder, module: nn.Module, sample: Tensor) -> GraphedForward:
     if GPU:
-        return Graphed(recorder, module, [sample])
-    return Graphed(recorder, module, [sample], lambda whole, args, **_: StandIn(whole, args, recorder))
+        return GraphedForward(recorder, module, [sample])
+    return GraphedForward(recorder, module, [sample], lambda whole, args, **_: StandIn(whole, args, recorder))
 
 
 def recorder_of(model: nn.Module) -> Recorder:
@@ -125,7 +125,7 @@ def test_a_tied_weight_under_autocast() -> None:
         for model in (eager, graphed):
             torch.manual_seed(1)
             backward(model, put(torch.randint(0, 7, (5, 4))))
-    for key in plain.ledgers:
+    for key in plain.accounts:
         torch.testing.assert_close(recorder.moment(key), plain.moment(key), rtol=2e-2, atol=1e-3)
     assert [row.kind for row in recorder.coverage()] == [row.kind for row in plain.coverage()]
 
@@ -149,7 +149,7 @@ def test_stand_ins_go_the_same_way(name: str) -> None:
         output = model.forward(x)
         assert nodes(output.grad_fn) == wanted
         assert [one.data_ptr() for one in parameters] == [one.data_ptr() for one in model.parameters()]
-    assert all(ledger.here is ledger.param for ledger in recorder.ledgers.values())
+    assert all(account.here is account.param for account in recorder.accounts.values())
 
 
 def test_other_shapes_and_eval_run_as_before() -> None:
@@ -183,8 +183,8 @@ def test_a_pass_with_a_graph_and_one_without_in_one_backward(first: int) -> None
             torch.testing.assert_close(model.get_parameter(key).grad, param.grad, rtol=1e-4, atol=1e-4)
             torch.testing.assert_close(recorder.moment(key), plain.moment(key), rtol=1e-4, atol=1e-4)
         for recorded in (plain, recorder):
-            for key, ledger in recorded.ledgers.items():
-                recorded.consume(key, ledger.param.grad.flatten())
+            for key, account in recorded.accounts.items():
+                recorded.consume(key, account.param.grad.flatten())
     assert graphed.number == 3
 
 
@@ -194,8 +194,8 @@ def test_only_the_gradients_that_land_count() -> None:
     recorder = recorder_of(model)
     capture(recorder, model, x)
     model(x).sum().backward(inputs=[model[0].weight, model[5].bias])
-    assert recorder.ears.closed
-    assert [name for name in recorder.ledgers if recorder.seen(name)] == ["0.weight", "5.bias"]
+    assert not recorder.listening
+    assert [name for name in recorder.accounts if recorder.accounts[name].seen()] == ["0.weight", "5.bias"]
 
 
 def test_backward_of_an_overwritten_pass_is_refused() -> None:
@@ -213,7 +213,7 @@ def test_gradient_that_is_thrown_away_does_not_count() -> None:
     recorder = recorder_of(model)
     capture(recorder, model, x)
     torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    assert not any(recorder.seen(name) for name in recorder.ledgers)
+    assert not any(recorder.accounts[name].seen() for name in recorder.accounts)
 
 
 def test_use_outside_its_module_is_found_when_captured() -> None:

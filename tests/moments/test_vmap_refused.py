@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from gradwire.moments.registry import LAYERS, layer_of
+from gradwire.moments.layer_table import LAYERS, layer_of
 
 from .contract import BATCHES, Case, Draw
 from .oracle import assert_equal, recorded

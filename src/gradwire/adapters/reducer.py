@@ -30,7 +30,7 @@ from gradwire.layout import Layout
 from gradwire.methods.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
 from gradwire.methods.dense import Dense
 from gradwire.moments import Recorder
-from gradwire.moments.graphed import Graphed
+from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
 from gradwire.state.by_name import Store
 from gradwire.version import __version__
 
@@ -265,7 +265,7 @@ class Link:
             )
         root = self._root()
         assert root is not None  # who asks for it holds it
-        Graphed(self.recorder, getattr(root, "module", root), sample)
+        GraphedForward(self.recorder, getattr(root, "module", root), sample)
 
     def release(self) -> None:
         """Without graphs again."""
@@ -313,10 +313,10 @@ class Link:
     def _consume(self, layout: Layout, buffer: Tensor) -> Tensor | None:
         """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
         recorder = self.recorder
-        active = [recorder.seen(name) for name in layout.names] if recorder else self.unused.seen(layout.names)
-        if recorder is not None:
-            for slot in layout:
-                recorder.consume(slot.name, slot.of(buffer))
+        if recorder is None:
+            active = self.unused.seen(layout.names)
+        else:
+            active = [recorder.consume(slot.name, slot.of(buffer)) for slot in layout]
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
     def _is_small(self, layout: Layout, small: Small) -> bool:

@@ -14,7 +14,7 @@ from gradwire.errors import GradwireError
 from gradwire.exchange.counting import Stats, Writer, scalars
 from gradwire.methods import BF16, VGC, Compressor, Dense, compressor_of
 from gradwire.moments import coverage
-from gradwire.moments.registry import BatchDim
+from gradwire.moments.batch_dim import BatchDim
 from gradwire.state import checkpoint
 
 if TYPE_CHECKING:

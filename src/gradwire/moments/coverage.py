@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from gradwire.moments.ledger import Ledger
+from gradwire.moments.account import Account
 
 
 class Row(NamedTuple):
@@ -17,16 +17,16 @@ class Row(NamedTuple):
     why: str
 
 
-def report(ledgers: Iterable[Ledger]) -> list[Row]:
+def report(accounts: Iterable[Account]) -> list[Row]:
     """One row a parameter, as its last backward left it."""
-    return [row_of(ledger) for ledger in ledgers]
+    return [row_of(account) for account in accounts]
 
 
-def row_of(ledger: Ledger) -> Row:
-    if not ledger.param.requires_grad:
-        return Row(ledger.name, "frozen", "requires_grad is False")
-    why = ledger.never if ledger.kind == "not seen yet" and ledger.never else ledger.why
-    return Row(ledger.name, ledger.kind, why)
+def row_of(account: Account) -> Row:
+    if not account.param.requires_grad:
+        return Row(account.name, "frozen", "requires_grad is False")
+    why = account.never if account.kind == "not seen yet" and account.never else account.why
+    return Row(account.name, account.kind, why)
 
 
 def table(rows: Sequence[Row]) -> str:
