@@ -13,7 +13,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import gradwire
 from benchmarks.models import GPT
 from benchmarks.ranks import on_ranks
+from gradwire.exchange.counting import Lap
 
 Row = dict[str, Any]
 SPANS = Path(__file__).parent / "results" / "overlap.csv"
@@ -90,19 +91,19 @@ class Marks(list[Mark]):
 
     def watch(self, wire: gradwire.Wire) -> None:
         """The phases of every bucket, and the moment in which the backward hands it over."""
-        meter, delivery = wire._link.meter, wire._link._delivery
-        phase, submit = meter.phase, delivery.submit
+        meter, pipeline = wire._reducer.meter, wire._reducer._pipeline
+        laps, submit, since = meter.laps, pipeline.submit, time.time_ns() - time.perf_counter_ns()
 
-        @contextmanager
-        def both(name: str) -> Iterator[None]:
-            with self(name), phase(name):
-                yield
+        def both(taken: Sequence[Lap]) -> None:
+            laps(taken)
+            for lane, begin, end in taken:
+                self.append(Mark(*(since + round(1e9 * mark.time) for mark in (begin, end)), lane))
 
         def ready(*args: Any) -> None:
             with self("ready"):
                 submit(*args)
 
-        meter.phase, delivery.submit = both, ready
+        meter.laps, pipeline.submit = both, ready
 
 
 def trace(device: str, model: Model, settle: int) -> list[Span]:

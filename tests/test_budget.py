@@ -122,7 +122,7 @@ def switched() -> tuple[list[str], list[int], float]:
         wire.reset_stats()
         prints += scenes.train(model, range(50 + number, 51 + number), optimizer)
         n_bytes.append(wire.stats().bytes_sent)
-    return prints, n_bytes, float(sum(r.abs().sum() for r in wire._link.store.residuals()))
+    return prints, n_bytes, float(sum(r.abs().sum() for r in wire._reducer.store.residuals()))
 
 
 def test_switching_to_and_from_a_budget(spawn):

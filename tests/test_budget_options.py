@@ -84,7 +84,7 @@ def refused() -> tuple[list[str], int, list[str], str]:
         wire.compressor = VGC(max_bytes_per_step=200)
     texts.append(str(second.value))
     prints = list(scenes.train(model, range(3), scenes.sgd(model)))
-    return texts, wire._link.capacity.least(VGC().words), prints, repr(wire.compressor)
+    return texts, wire._reducer.capacity.least(VGC().words), prints, repr(wire.compressor)
 
 
 def test_a_budget_that_no_step_can_keep_is_refused(spawn):

@@ -46,7 +46,7 @@ def by_clock(rate: str, periods: list[float]) -> tuple[list[float], list[int], l
             at.append(clock.now)
     finally:
         budget.time = before
-    return at, n_bytes, prints, wire._link.budget.step_ns
+    return at, n_bytes, prints, wire._reducer.budget.step_ns
 
 
 @pytest.mark.parametrize(("workers", "rate"), [(2, "200kbit/s"), (3, "0.06MB/s")])
@@ -101,7 +101,7 @@ def two_models() -> tuple[list[str], list[int]]:
         for optimizer in optimizers:
             optimizer.step()
         prints.append(scenes.digest(p for model in models for p in model.parameters()))
-    return prints, [wire._link.budget.step_ns for wire in wires]
+    return prints, [wire._reducer.budget.step_ns for wire in wires]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
@@ -134,7 +134,7 @@ def rated() -> tuple[int, int, list[int], str]:
     state = wire.state_dict()
     other = gradwire.attach(scenes.ddp(wide()), VGC(alpha=0.0, budget="1Mbit/s"))
     other.load_state_dict(state)
-    sent = [one._link.capacity.plan(VGC().words, one._link.budget.n_bytes).density for one in (wire, other)]
+    sent = [one._reducer.capacity.plan(VGC().words, one._reducer.budget.n_bytes).density for one in (wire, other)]
     bad = {**state, "step_ns": -1 if dist.get_rank() else state["step_ns"]}
     with pytest.raises(CheckpointError) as refusal:
         other.load_state_dict(bad)

@@ -172,7 +172,9 @@ def uneven(directory, double):
             nn.functional.cross_entropy(model(x.float()), y).backward()
             optimizer.step()
         wire.compressor = Dense()
-        wire._link.store.set({n: f for n, f in wire._link.store.items() if dist.get_rank() or n != "0.weight"}, POWERS)
+        wire._reducer.store.set(
+            {n: f for n, f in wire._reducer.store.items() if dist.get_rank() or n != "0.weight"}, POWERS
+        )
         gradwire.save(wire, directory)
         before = scenes.state_of(wire, "residual")
         other = gradwire.attach(scenes.ddp(scenes.net().float()), VGC(alpha=4.0))

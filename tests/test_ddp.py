@@ -55,8 +55,8 @@ def count_buckets(options):
     model = scenes.ddp(scenes.net(), **options)
     seen = []
     wire = gradwire.attach(model, VGC(alpha=1.0))
-    exchange = wire._link.exchange
-    wire._link.exchange = lambda bucket: (seen.append(bucket.is_last()), exchange(bucket))[1]
+    exchange = wire._reducer.exchange
+    wire._reducer.exchange = lambda bucket: (seen.append(bucket.is_last()), exchange(bucket))[1]
     list(scenes.train(model, range(4), scenes.sgd(model)))
     ends = [i for i, last in enumerate(seen) if last]
     return [end - begin for begin, end in zip([-1, *ends[:-1]], ends, strict=True)]

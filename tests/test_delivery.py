@@ -15,7 +15,7 @@ import gradwire
 import scenes
 from gradwire import VGC, Dense
 from gradwire.adapters import reducer as link_module
-from gradwire.exchange.sums import Small
+from gradwire.exchange.sums import SmallBuckets
 from workers import Workers
 
 TIMEOUT, SOON = 40, 10  # seconds, of the group and of an error
@@ -32,19 +32,19 @@ class WordlessError(Exception):
         raise ValueError
 
 
-def attached(small: Small | None) -> tuple[DistributedDataParallel, Any]:
+def attached(small: SmallBuckets | None) -> tuple[DistributedDataParallel, Any]:
     """After some steps, a bucket a parameter; small ones may be summed beside those that the courier takes."""
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, Dense())
     list(scenes.train(model, range(2), scenes.sgd(model)))
-    wire._link.use(VGC(alpha=1.0), small)
+    wire._reducer.use(VGC(alpha=1.0), small)
     list(scenes.train(model, range(2, 4), scenes.sgd(model)))
     return model, wire
 
 
-def spoiled_message(delivery: Any) -> None:
+def spoiled_message(pipeline: Any) -> None:
     """The last rank's third message arrives changed."""
-    gather, calls = delivery._courier.gather, []
+    gather, calls = pipeline._courier.gather, []
 
     def spoiled(message: torch.Tensor) -> Any:
         flight = gather(message)
@@ -53,40 +53,40 @@ def spoiled_message(delivery: Any) -> None:
             flight.wait()[-1, -1] ^= 4
         return flight
 
-    delivery._courier.gather = spoiled
+    pipeline._courier.gather = spoiled
 
 
-def broken_undo(delivery: Any) -> None:
+def broken_undo(pipeline: Any) -> None:
     """And what was sent cannot be taken back."""
-    spoiled_message(delivery)
-    send = delivery._send
+    spoiled_message(pipeline)
+    send = pipeline._send
 
-    def sent(compressor: Any, step: Any, parcel: Any) -> Any:
+    def sent(method: Any, step: Any, job: Any) -> Any:
         step.undo.append(fails)
-        return send(compressor, step, parcel)
+        return send(method, step, job)
 
-    delivery._send = sent
+    pipeline._send = sent
 
 
-def not_finite(delivery: Any) -> None:
+def not_finite(pipeline: Any) -> None:
     """A gradient, so that the step is taken back without an error: and it cannot be."""
-    send = delivery._send
+    send = pipeline._send
 
-    def sent(compressor: Any, step: Any, parcel: Any) -> Any:
-        parcel.buffer[0] = torch.nan
+    def sent(method: Any, step: Any, job: Any) -> Any:
+        job.buffer[0] = torch.nan
         step.undo.append(fails)
-        return send(compressor, step, parcel)
+        return send(method, step, job)
 
-    delivery._send = sent
+    pipeline._send = sent
 
 
 def fails() -> None:
     raise ZeroDivisionError("no way back")
 
 
-def stopped(delivery: Any) -> None:
+def stopped(pipeline: Any) -> None:
     """No Exception, in the third bucket to be encoded."""
-    send, calls = delivery._send, []
+    send, calls = pipeline._send, []
 
     def sent(*args: Any) -> Any:
         calls.append(1)
@@ -94,19 +94,19 @@ def stopped(delivery: Any) -> None:
             raise Stop("pressed")
         return send(*args)
 
-    delivery._send = sent
+    pipeline._send = sent
 
 
-def wordless(delivery: Any) -> None:
+def wordless(pipeline: Any) -> None:
     """At the end of the step: no other bucket comes."""
 
     def finish(step: Any) -> None:
         raise WordlessError
 
-    delivery._finish = finish
+    pipeline._finish = finish
 
 
-def broken_future(delivery: Any) -> None:
+def broken_future(pipeline: Any) -> None:
     """The second future of the step does not take its result."""
     calls = []
 
@@ -120,7 +120,7 @@ def broken_future(delivery: Any) -> None:
     link_module.Future = Future  # type: ignore[misc]
 
 
-SMALL = Small(200, Dense())
+SMALL = SmallBuckets(200, Dense())
 CORRUPT = "is corrupt: its checksum does not match"
 LOST = "what this step had sent could not be taken back (ZeroDivisionError: no way back), so what is held back is not"
 FAULTS = {
@@ -137,7 +137,7 @@ def after(fault: str) -> tuple[list[str], float, bool]:
     """What the step with the fault and the next one say, how long that takes, whether the courier is still there."""
     spoil, small, _ = FAULTS[fault]
     model, wire = attached(small)
-    spoil(wire._link._delivery)
+    spoil(wire._reducer._pipeline)
     begin, messages = time.monotonic(), []
     for step in range(2):
         x, y = scenes.batch(step)

@@ -7,7 +7,7 @@ import pytest
 import scenes
 from budgeted import counted
 from gradwire import VGC
-from gradwire.exchange.room import Capacity, Plan, above
+from gradwire.exchange.room import Capacity, RoomPlan, above
 from gradwire.layout import Layout
 from test_checkpoint import interrupted, straight
 
@@ -22,7 +22,7 @@ def capacity(workers: int) -> Capacity:
 def test_rooms_follow_the_density_and_what_passed() -> None:
     here = capacity(2)
     plan = here.plan(TWENTIETH.words, None, TWENTIETH.density)
-    assert plan == Plan(dense=False, density=0.05)
+    assert plan == RoomPlan(dense=False, density=0.05)
     assert here.of(LAYOUT, plan) == (above(500), above(20))
     here.note(LAYOUT, [10, 20])
     assert here.plan(TWENTIETH.words, None, TWENTIETH.density) == plan

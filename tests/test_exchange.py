@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -16,6 +17,7 @@ import gradwire
 import scenes
 from gradwire import VGC
 from gradwire.exchange.courier import DIRECT_BYTES, Courier, Flight, courier_of
+from workers import Workers
 
 
 class Slow(torch.autograd.Function):
@@ -45,7 +47,7 @@ def overlap():
     """When each bucket was handed over and when its message was gathered, in the last of three steps."""
     model = scenes.ddp(SlowStart())
     wire = gradwire.attach(model, VGC(alpha=1.0))
-    link = wire._link
+    link = wire._reducer
     exchange, wait, events = link.exchange, Flight.wait, []
 
     def handed(bucket):
@@ -132,6 +134,31 @@ def test_every_rank_has_every_message(spawn, workers, device):
             assert torch.equal(found, (100 * number + torch.arange(workers))[:, None].expand(-1, size))
 
 
+def let_go_of(size):
+    """Rank 0 waits for no message, as after an error; rank 1 comes later than that."""
+    courier, rank = courier_of(dist.group.WORLD), dist.get_rank()
+    message = torch.full((size,), rank)
+    begin = time.monotonic()
+    if rank == 0:
+        courier.gather(message)
+        del message
+        gc.collect()
+        return [], 0.0
+    time.sleep(1)
+    return courier.gather(message).wait()[:, 0].tolist(), time.monotonic() - begin
+
+
+@pytest.mark.parametrize("size", [1, DIRECT_BYTES // 8, DIRECT_BYTES])
+def test_what_was_sent_arrives_though_its_sender_does_not_wait(size):
+    workers = Workers(2, timeout=20)
+    try:
+        found, seconds = workers.run(let_go_of, size)[1]
+        assert found == [0, 1]
+        assert seconds < 10
+    finally:
+        workers.close()
+
+
 def goes_on():
     courier, done = courier_of(dist.group.WORLD), threading.Event()
     courier.submit(lambda: sys.exit("not caught"))
@@ -150,7 +177,7 @@ def in_a_subgroup():
     model = DistributedDataParallel(scenes.net(), process_group=group, bucket_cap_mb=scenes.TINY_BUCKETS)
     wire = gradwire.attach(model, VGC(alpha=1.0))
     prints = list(scenes.train(model, range(6), scenes.sgd(model)))
-    return prints, wire._link.world_size
+    return prints, wire._reducer.world_size
 
 
 def test_groups_that_are_a_part_of_the_world(spawn):
@@ -163,7 +190,7 @@ def test_groups_that_are_a_part_of_the_world(spawn):
 def shared():
     models = [scenes.ddp(scenes.net(seed)) for seed in range(2)]
     wires = [gradwire.attach(model, VGC(alpha=1.0)) for model in models]
-    couriers = {id(wire._link._delivery._courier) for wire in wires}
+    couriers = {id(wire._reducer._pipeline._courier) for wire in wires}
     return len(couriers), courier_of(models[0].process_group).group is not models[0].process_group
 
 

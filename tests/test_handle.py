@@ -116,7 +116,7 @@ def freed():
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, VGC(alpha=1.0))
     list(scenes.train(model, range(3), scenes.sgd(model)))
-    watched = [weakref.ref(model), weakref.ref(model.module), weakref.ref(wire._link)]
+    watched = [weakref.ref(model), weakref.ref(model.module), weakref.ref(wire._reducer)]
     del model, wire
     for _ in range(50):  # the courier's thread may still be on its way out of the last step
         gc.collect()

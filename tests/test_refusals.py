@@ -12,6 +12,7 @@ from torch import nn
 import gradwire
 import scenes
 from gradwire import VGC, Dense
+from gradwire.adapters import reducer
 from gradwire.errors import AttachError, DisagreementError, GradwireError, MessageError
 from workers import WorkerError, Workers
 
@@ -72,11 +73,11 @@ def disagree(what):
     model = nn.Sequential()
     model.add_module(f"layer{rank}" if what == "model" else "layer", layer)
     if what == "version":
-        gradwire.__version__ = f"0.1.{rank}"
+        reducer.__version__ = f"0.1.{rank}"
     wrapped = scenes.ddp(model)
     begin = time.monotonic()
     message = caught(lambda: gradwire.attach(wrapped, compressor), DisagreementError)
-    gradwire.__version__ = "0.1.0"
+    reducer.__version__ = "0.1.0"
     again = gradwire.attach(scenes.ddp(scenes.net()), VGC())  # the group is still in order
     return message, time.monotonic() - begin, repr(again)
 
@@ -165,7 +166,7 @@ def corrupt(rank_hit, sender):
     optimizer = scenes.sgd(model)
     list(scenes.train(model, range(3), optimizer))
     old = wire.state_dict()["parameters"]
-    courier = wire._link._delivery._courier
+    courier = wire._reducer._pipeline._courier
     gather, calls = courier.gather, []
 
     def spoiled(message):

@@ -164,7 +164,7 @@ def interrupted(late):
     before = wire.state_dict()["parameters"]
     handle = net[2].register_forward_hook(lambda module, inputs, output: Fails.apply(output))
     if late and dist.get_rank() == 0:
-        wire._link._delivery._courier.submit(lambda: time.sleep(1))
+        wire._reducer._pipeline._courier.submit(lambda: time.sleep(1))
     with pytest.raises(MemoryError):
         next(scenes.train(model, range(4, 5), scenes.sgd(net)))
     handle.remove()

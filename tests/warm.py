@@ -12,7 +12,6 @@ from compressors.rows import ROWS
 from gradwire import VGC
 from gradwire.exchange.in_process import Ranks
 from gradwire.layout import Layout
-from gradwire.methods.base import needs_room
 from gradwire.moments import Recorder
 
 
@@ -29,7 +28,7 @@ def compile_methods(needing_room: bool) -> None:
     layout = Layout.of([("weight", (50, 40)), ("bias", (40,))])
     words = [VGC(alpha=1.0, wire="words"), VGC(alpha=1.0, tau=0.1, wire="words"), VGC(alpha=1.0, tau=0.1)]
     for compressor in [*words, *(row.compressor for row in ROWS.values())]:
-        if needs_room(compressor) != needing_room:
+        if compressor.needs_room != needing_room:
             continue
         ranks = Ranks(compressor, layout, 2)
         for rooms in (None, (500, 10)):

@@ -7,6 +7,9 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -29,24 +32,28 @@ class Slot:
         return flat[self.offset : self.offset + self.numel]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """The tensors of a bucket in order, without gaps. Equal layouts have equal digests on every rank."""
+    """The tensors of a bucket in order, without gaps. Equal layouts have equal digests on every rank.
+
+    There is one object for each, made by `of`: tables are looked up by layout several times a step.
+    """
 
     slots: tuple[Slot, ...]
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, Iterable[int]]]) -> Layout:
         """From (name, shape) pairs in bucket order."""
-        slots, offset = [], 0
-        for name, shape in tensors:
-            slot = Slot(name, offset, tuple(shape))
-            slots.append(slot)
-            offset += slot.numel
-        return cls(tuple(slots))
+        pairs = tuple((name, tuple(shape)) for name, shape in tensors)
+        found = _made.get(pairs)
+        if found is None:
+            ends = accumulate((math.prod(shape) for _, shape in pairs), initial=0)
+            slots = (Slot(name, offset, shape) for (name, shape), offset in zip(pairs, ends, strict=False))
+            found = _made.setdefault(pairs, cls(tuple(slots)))
+        return found
 
-    def __hash__(self) -> int:
-        return hash(self.digest)  # tables are looked up by layout several times a step
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout.of, ([(slot.name, slot.shape) for slot in self.slots],)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -85,6 +92,9 @@ class Layout:
     def slot_of(self, index: Tensor) -> Tensor:
         """Which tensor each flat index belongs to, int64 [n]."""
         return torch.bucketize(index, self.lengths(index.device).cumsum(0), right=True)
+
+
+_made: WeakValueDictionary[tuple[tuple[str, tuple[int, ...]], ...], Layout] = WeakValueDictionary()
 
 
 def in_shape(flat: Tensor, like: Tensor) -> Tensor:

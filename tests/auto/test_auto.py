@@ -136,7 +136,7 @@ def overridden() -> tuple[str, str, bool]:
     wire = gradwire.attach(model, "auto")
     wire.compressor = VGC(alpha=2)
     train(model, range(STEPS))
-    chosen, link = repr(wire.compressor), wire._link
+    chosen, link = repr(wire.compressor), wire._reducer
     wire.detach()
     train(model, range(STEPS, STEPS + 2))
     return chosen, repr(link.compressor), link.between_steps is None

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire
 import scenes
 from gradwire import BF16, VGC, Dense
-from gradwire.exchange.sums import Small
+from gradwire.exchange.sums import SmallBuckets
 from gradwire.methods.base import Sum
 
 LIMIT = 200  # elements: of scenes.net the biases and norms, and not the matrices
@@ -25,7 +25,7 @@ def attached(method: Any, small: Sum | None) -> tuple[DistributedDataParallel, A
     wire = gradwire.attach(model, Dense())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     advance(model, optimizer, range(2))
-    wire._link.use(method, None if small is None else Small(LIMIT, small))
+    wire._reducer.use(method, None if small is None else SmallBuckets(LIMIT, small))
     wire.reset_stats()
     return model, wire, optimizer
 
@@ -103,14 +103,14 @@ def switched() -> list[float]:
     """Compressed, then mixed, then sums: what was held back of a small bucket is not left behind."""
     model, wire, optimizer = attached(VGC(alpha=4.0), None)
     advance(model, optimizer, range(2, 8))
-    held = sum(float(one.abs().sum()) for one in wire._link.store.residuals())
-    wire._link.use(VGC(alpha=4.0), Small(LIMIT, Dense()))
+    held = sum(float(one.abs().sum()) for one in wire._reducer.store.residuals())
+    wire._reducer.use(VGC(alpha=4.0), SmallBuckets(LIMIT, Dense()))
     advance(model, optimizer, range(8, 12))
     still = wire.state_dict()["parameters"]
     small = sum(float(f["residual"].abs().sum()) for f in still.values() if f["residual"].numel() <= LIMIT)
     wire.compressor = Dense()
     advance(model, optimizer, range(12, 14))
-    return [held, small, sum(float(one.abs().sum()) for one in wire._link.store.residuals())]
+    return [held, small, sum(float(one.abs().sum()) for one in wire._reducer.store.residuals())]
 
 
 def test_what_a_small_bucket_holds_back_goes_out(spawn):

@@ -12,7 +12,9 @@ from torch import Tensor
 import gradwire
 from gradwire import PowerSGD, from_spec
 from gradwire.exchange.in_process import CPU, Ranks
-from gradwire.exchange.in_process_graph import converse
+from gradwire.exchange.lockstep import in_lockstep
+from gradwire.exchange.room import RoomPlan
+from gradwire.exchange.step import Part, Step
 from gradwire.layout import Layout
 from gradwire.state.by_name import Store
 
@@ -135,10 +137,12 @@ def test_three_workers_lose_nothing_together(uneven: bool) -> None:
         contexts = [
             gradwire.methods.Context(LAYOUT, step, (), None if bool(mask.all()) else mask, 3) for mask in active
         ]
-        talks = [method.rounds(g.clone(), s, c) for g, s, c in zip(grads, states, contexts, strict=True)]
-        outcomes, _ = converse(talks)
-        mean = outcomes[0].mean
-        assert all(torch.equal(one.mean, mean) and bool(one.finite) for one in outcomes)
+        under_way = Step(step, RoomPlan(dense=False))
+        each = zip(states, contexts, grads, strict=True)
+        parts = [Part(under_way, method, s, c, g.clone(), g, torch.empty_like(g)) for s, c, g in each]
+        in_lockstep(parts)
+        mean = parts[0].out
+        assert all(torch.equal(one.out, mean) and one.arrival and bool(one.arrival.finite) for one in parts)
         total = sum(state.residual.double() + mean for state in states)
         expected = sum(old.double() + grad for old, grad in zip(before, grads, strict=True))
         torch.testing.assert_close(total, expected, rtol=0, atol=1e-5)

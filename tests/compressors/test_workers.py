@@ -91,7 +91,7 @@ def switched(compressor: Any) -> tuple[list[str], list[float]]:
     prints += scenes.train(model, range(4, 6), optimizer)
     wire.detach()
     prints += scenes.train(model, range(6, 8), optimizer)
-    return prints, [float(residual.abs().sum()) for residual in wire._link.store.residuals()]
+    return prints, [float(residual.abs().sum()) for residual in wire._reducer.store.residuals()]
 
 
 @rows({name: row for name, row in REAL.items() if not isinstance(row.compressor, Sum)})

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 from gradwire import VGC, Dense, TopK
-from gradwire.adapters.momentum_advice import own_momentum
 from gradwire.methods import MomentumDCT
 from gradwire.tools.train import optimizers, tasks
 
 
 @pytest.mark.parametrize("method", [TopK(momentum=0.9), VGC(alpha=0.1, momentum=0.9)], ids=repr)
 def test_sgd_has_no_momentum_beside_the_methods(method: TopK | VGC) -> None:
-    own = own_momentum(method)
+    own = method.own_momentum
     optimizer = optimizers.make("sgd", [nn.Parameter(torch.ones(1))], 0.1, 5e-4, momentum=own)
     assert optimizer.param_groups[0]["momentum"] == 0
     assert optimizer.param_groups[0]["weight_decay"] == pytest.approx(5e-3)
@@ -22,7 +21,7 @@ def test_sgd_has_no_momentum_beside_the_methods(method: TopK | VGC) -> None:
 
 @pytest.mark.parametrize("method", [Dense(), TopK(), VGC(), MomentumDCT()], ids=repr)
 def test_all_others_leave_it_to_sgd(method: object) -> None:
-    assert own_momentum(method) == 0
+    assert method.own_momentum == 0
     optimizer = optimizers.make("sgd", [nn.Parameter(torch.ones(1))], 0.1, 5e-4)
     assert optimizer.param_groups[0]["momentum"] == 0.9
     assert optimizer.param_groups[0]["weight_decay"] == 5e-4

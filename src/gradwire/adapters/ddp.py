@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.other_wrappers import MIXED_PRECISION, refusal
-from gradwire.adapters.reducer import Link
+from gradwire.adapters.reducer import Reducer
 from gradwire.adapters.without_hook import Plain
 from gradwire.errors import WRAPPED_ANEW, AttachError, GradwireError
 from gradwire.methods.base import Compressor
@@ -21,7 +21,7 @@ ATTRIBUTE = "_gradwire_switch"  # of the net, whatever wraps it: there the next 
 class Switch:
     """The hook's state. A hook registers once in a DDP model's life, so it delegates to the link there is now."""
 
-    def __init__(self, model: DistributedDataParallel, link: Link) -> None:
+    def __init__(self, model: DistributedDataParallel, link: Reducer) -> None:
         self.model, self.link = weakref.ref(model), link
 
     def register(self) -> None:
@@ -59,7 +59,7 @@ def named_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
 
 def attach_link(
     model: nn.Module, compressor: Compressor, scaler: Any, moments: dict[str, Any], lazily: bool = False
-) -> Link:
+) -> Reducer:
     """Checks the model and puts a link between it and its process group. A model that is refused stays plain DDP.
 
     lazily: Dense is left to DDP itself, until another method is used.
@@ -100,7 +100,7 @@ def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, An
                 "this model was attached before its net was wrapped anew: wrap it once more, or keep the newer"
             )
         raise AttachError(f"DDP takes one communication hook, and the model has another one: {other}")
-    link = Link(model, model.process_group, named_parameters(model), scaler, moments)
+    link = Reducer(model, model.process_group, named_parameters(model), scaler, moments)
     switch = Switch(model, link)
     link.plain = Plain(model, link.parameters, switch.register)
     return switch

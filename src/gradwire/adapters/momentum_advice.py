@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from gradwire.methods.base import Compressor
 from gradwire.methods.topk.definition import TopK
 from gradwire.methods.vgc import VGC
 
 
-def own_momentum(method: Any) -> float:
-    """That a method puts into what it holds back."""
-    return method.momentum if isinstance(method, TopK | VGC) else 0.0
+def tell(method: Compressor, optimizer: torch.optim.Optimizer) -> None:
+    """Warns of what is known of a method and an optimizer."""
+    if said := advice(method, optimizer):
+        warnings.warn(f"gradwire: {said}", stacklevel=3)
 
 
-class Advice:
-    """What is known of a method and an optimizer, told once a method by the first rank."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._tells, self._told = dist.get_rank(group) == 0, None
-
-    def __call__(self, method: Any, optimizer: torch.optim.Optimizer) -> None:
-        if self._tells and self._told is not method:
-            self._told = method
-            if said := advice(method, optimizer):
-                warnings.warn(f"gradwire: {said}", stacklevel=2)
-
-
-def advice(method: Any, optimizer: torch.optim.Optimizer) -> str | None:
+def advice(method: Compressor, optimizer: torch.optim.Optimizer) -> str | None:
     """Where SGD's momentum acts twice, or delays once more what is late already."""
     theirs = max((group.get("momentum", 0) for group in optimizer.param_groups), default=0)
     if not theirs or not isinstance(method, TopK | VGC):

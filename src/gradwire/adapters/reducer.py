@@ -13,32 +13,31 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
+from gradwire.adapters import momentum_advice
 from gradwire.adapters import optimizer_hook as stepping
-from gradwire.adapters.momentum_advice import Advice
 from gradwire.adapters.unused_parameters import Unused
 from gradwire.adapters.without_hook import Plain
 from gradwire.codec.header import VERSION
 from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
-from gradwire.exchange.budget import Budget, check, density_of
+from gradwire.exchange.budget import Budget, check
 from gradwire.exchange.counting import Meter
 from gradwire.exchange.courier import agree, courier_of
-from gradwire.exchange.pipeline import Delivery
-from gradwire.exchange.room import Capacity, Plan
-from gradwire.exchange.step import Parcel, Step, recorded_event
-from gradwire.exchange.sums import Small, summed
+from gradwire.exchange.pipeline import Backward, Job, Pipeline, recorded_event
+from gradwire.exchange.room import Capacity, RoomPlan
+from gradwire.exchange.step import Part
+from gradwire.exchange.sums import SmallBuckets, summed
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Sum, checked, holds_back, is_gather, is_sum, needs_room
+from gradwire.methods.base import Compressor, Context, Sum, checked
 from gradwire.methods.dense import Dense
-from gradwire.moments import Recorder
-from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
 from gradwire.state.by_name import Store
 from gradwire.version import __version__
 
 if TYPE_CHECKING:
     from gradwire.adapters.auto.step_clock import Clock
+    from gradwire.moments import Recorder
 
 
-class Link:
+class Reducer:
     """What stands between one model and its process group: `exchange` takes every bucket that is ready.
 
     root: the module whose forward is called; parameters: those that are exchanged, by name.
@@ -74,11 +73,11 @@ class Link:
         self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
-        self._advice = Advice(self.group)
-        self._small: Small | None = None
+        self._advised: Compressor | None = None
+        self._small: SmallBuckets | None = None
         self._compressed: set[str] = set()  # tensors that may hold something back
-        self._delivery: Delivery | None = None
-        self._step = Step(0, Plan(dense=True), tensors_left=0, done=True)
+        self._pipeline: Pipeline | None = None
+        self._step = Backward(0, RoomPlan(dense=True), done=True)
         self._last_scale: Tensor | None = None
         self._updates: int | None = None  # the parameters' versions when the last exchange began
         self._layouts: dict[tuple[int, ...], Layout] = {}
@@ -89,20 +88,20 @@ class Link:
         """The one that was asked for last."""
         return self._next or self._compressor
 
-    def use(self, compressor: Compressor, small: Small | None = None) -> None:
+    def use(self, compressor: Compressor, small: SmallBuckets | None = None) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
         agree(self.group, self._facts(checked(compressor)), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
-        waits = not holds_back(compressor) and holds_back(self._compressor) and bool(self.store.residuals())
+        waits = not compressor.holds_back and self._compressor.holds_back and bool(self.store.residuals())
         working = self._compressor if waits else compressor  # in the step that comes
-        recorder, delivery = self.recorder, self._delivery
+        recorder, pipeline = self.recorder, self._pipeline
         if working.needs_moments and recorder is None:
             recorder = self._record()
-        if not is_sum(working) and delivery is None:
-            delivery = Delivery(courier_of(self.group), self.meter, self.capacity, self._end_step)
+        if working.kind != "sum" and pipeline is None:
+            pipeline = Pipeline(courier_of(self.group), self.meter, self.capacity, self._end_step)
         if not isinstance(working, Dense):
             self.hook_up()
-        self.recorder, self._delivery, self._small = recorder, delivery, small  # nothing can fail from here on
+        self.recorder, self._pipeline, self._small = recorder, pipeline, small  # nothing can fail from here on
         if waits:
             self._next = compressor
         else:
@@ -117,6 +116,8 @@ class Link:
     def _record(self) -> Recorder:
         root = self._root()
         assert root is not None  # who asks for it holds it
+        from gradwire.moments import Recorder  # what nobody else needs is not imported with gradwire
+
         recorder = Recorder(root, self.parameters, **self._moments)
         recorder.begin_step(self.steps)
         return recorder
@@ -126,18 +127,18 @@ class Link:
         self.budget.use(compressor, self.capacity)
         if not compressor.needs_moments:
             self._stop_recording()
-        if not holds_back(compressor):
+        if not compressor.holds_back:
             self.store.prune()
             self._compressed.clear()
-        if not needs_room(compressor):
+        if not compressor.needs_room:
             self.capacity.passed.clear()
-        self.unused.watch(self.parameters if holds_back(compressor) and self.recorder is None else {})
+        self.unused.watch(self.parameters if compressor.holds_back and self.recorder is None else {})
         self.store.set(dict(self.store.items()), self.store.powers)  # the next bucket is laid out for this compressor
 
     def close(self) -> None:
         """After an attach that failed: forwards and hooks as they were."""
         self.attached = False
-        if self._next is None and is_sum(self._compressor):
+        if self._next is None and self._compressor.kind == "sum":
             self._stop_recording()
 
     def _stop_recording(self) -> None:
@@ -159,7 +160,7 @@ class Link:
             self.recorder.remove()
             self.recorder = self._record()
 
-    def take_over(self, older: Link) -> None:
+    def take_over(self, older: Reducer) -> None:
         """Goes on where the link of an earlier wrapping of the same net stands, which is over from now on.
 
         What it holds back comes along where the parameter is the same and has its elements in the same order.
@@ -195,8 +196,8 @@ class Link:
             root.register_forward_pre_hook(_refuse)  # a backward that raises would leave DDP's reducer in the middle
         self._stop_recording()
         self.unused.watch({})
-        if self._delivery is not None and not self._step.done:
-            self._delivery.abandon(self._step)
+        if self._pipeline is not None and not self._step.done:
+            self._pipeline.abandon(self._step)
 
     def _facts(self, compressor: Compressor) -> dict[str, str]:
         tensors = "\n".join(f"{name} {tuple(p.shape)} {p.stride()} {p.dtype}" for name, p in self.parameters.items())
@@ -212,38 +213,44 @@ class Link:
         """One ready bucket: its future holds the mean over the ranks."""
         if self._step.done:
             self._begin_step()
-        layout = self._layout(bucket)
+        layout, buffer = self._layout(bucket), bucket.buffer()
         if self.clock is not None:
             self.clock.ready(layout)
-        if is_sum(self._compressor):
-            future = self._sum(bucket.buffer(), layout, self._compressor)
+        if isinstance(self._compressor, Sum):
+            future = self._sum(buffer, layout, self._compressor)
             self._count_sum(layout)
             return future
-        assert self._delivery is not None
+        assert self._pipeline is not None
         if self._small is not None and self._is_small(layout, self._small):
-            self._consume(layout, bucket.buffer())
-            future = self._sum(bucket.buffer(), layout, self._small.method)
-            return self._delivery.beside(self._step, len(layout), future)
+            self._consume(layout, buffer)
+            future = self._sum(buffer, layout, self._small.method)
+            return self._pipeline.beside(self._step, len(layout.slots), future)
         self._compressed.update(layout.names)
-        parcel = Parcel(
-            bucket=self.store.bucket(layout, self._compressor, bucket.buffer().device),
-            buffer=bucket.buffer(),
-            active=self._consume(layout, bucket.buffer()),
+        job = Job(
+            bucket=self.store.buckets.get(layout) or self.store.bucket(layout, self._compressor, buffer.device),
+            buffer=buffer,
+            active=self._consume(layout, buffer),
             scale=self._last_scale,
             ready=recorded_event(self.device),
             future=Future(devices=[self.device] if self.device.type == "cuda" else []),
         )
-        self._delivery.submit(self._compressor, self._step, parcel)
+        self._pipeline.submit(self._compressor, self._step, job)
         # set_exception alone would surface as "Unable to cast Python instance to Tensor"
-        return parcel.future.then(lambda future: future.wait())
+        return job.future.then(lambda future: future.wait())
 
     def _begin_step(self) -> None:
-        plan = Plan(dense=is_sum(self._compressor) or self._next is not None)
-        if not is_sum(self._compressor):
+        plan = RoomPlan(dense=self._compressor.kind == "sum" or self._next is not None)
+        if self._compressor.kind != "sum":
             self._check_begin()
-            if is_gather(self._compressor) and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, density_of(self._compressor))
-        self._step = Step(self.steps, plan, len(self.parameters), self.budget if self.budget.due else None)
+            if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
+        self._step = Backward(
+            self.steps,
+            plan,
+            may_be_skipped=self._last_scale is not None,
+            tensors_left=len(self.parameters),
+            budget=self.budget if self.budget.rate is not None and self.budget.due else None,
+        )
 
     def _check_begin(self) -> None:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
@@ -265,6 +272,8 @@ class Link:
             )
         root = self._root()
         assert root is not None  # who asks for it holds it
+        from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
+
         GraphedForward(self.recorder, getattr(root, "module", root), sample)
 
     def release(self) -> None:
@@ -282,7 +291,10 @@ class Link:
             return
         if any(id(parameter) in self._names for group in optimizer.param_groups for parameter in group["params"]):
             self.skip_step()
-            self._advice(self._compressor, optimizer)
+            if self._advised is not self._compressor:
+                self._advised = self._compressor
+                if dist.get_rank(self.group) == 0:
+                    momentum_advice.tell(self._compressor, optimizer)
             if self.plain is not None and self.plain.steps_with(optimizer):
                 self.plain.count(self.meter)
                 self._end_step(finite=True)
@@ -295,7 +307,8 @@ class Link:
         elif self._next is not None:
             self._install(self._next)
         self.steps += 1
-        self.budget.end_step()
+        if self.budget.rate is not None:
+            self.budget.end_step()
         self._arrived()
         if self.recorder is not None:
             self.recorder.begin_step(self.steps)
@@ -313,26 +326,30 @@ class Link:
     def _consume(self, layout: Layout, buffer: Tensor) -> Tensor | None:
         """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
         recorder = self.recorder
-        if recorder is None:
+        if recorder is not None:
+            active = [recorder.consume(slot.name, slot.of(buffer)) for slot in layout.slots]
+        elif self.unused.listens:
             active = self.unused.seen(layout.names)
         else:
-            active = [recorder.consume(slot.name, slot.of(buffer)) for slot in layout]
+            return None
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
-    def _is_small(self, layout: Layout, small: Small) -> bool:
+    def _is_small(self, layout: Layout, small: SmallBuckets) -> bool:
         """Not if something of it is held back: a sum would leave that where it is."""
         return layout.numel <= small.numel and self._compressed.isdisjoint(layout.names)
 
     def _count_sum(self, layout: Layout) -> None:
         """A step of sums alone is over when its last bucket is on its way."""
-        self._step.tensors_left -= len(layout)
+        self._step.tensors_left -= len(layout.slots)
         if self._step.tensors_left == 0:
             self._step.done = True
             self.meter.end_step(dense=True)
             self._end_step(finite=True)
 
     def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
-        return summed(buffer, layout, method, self.group, self.meter, self._arrived)
+        context = Context(layout, self._step.number, world_size=self.world_size)
+        part = Part(self._step, method, None, context, buffer, buffer, buffer)
+        return summed(part, self.group, self.meter, self._arrived)
 
     def _arrived(self) -> None:
         if self.clock is not None:

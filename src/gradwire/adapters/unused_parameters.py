@@ -17,6 +17,7 @@ class Unused:
     def __init__(self, looked_for: bool) -> None:
         self._looked_for = looked_for
         self._handles: list[RemovableHandle] = []
+        self.listens = False
         self._arrived: set[str] = set()
 
     def watch(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -25,14 +26,13 @@ class Unused:
             handle.remove()
         watched = parameters.items() if self._looked_for else ()
         self._handles = [self._listen(name, parameter) for name, parameter in watched]
+        self.listens = bool(self._handles)
 
     def _listen(self, name: str, parameter: nn.Parameter) -> RemovableHandle:
         return parameter.register_post_accumulate_grad_hook(lambda _: self._arrived.add(name))  # type: ignore[no-untyped-call,no-any-return]
 
     def seen(self, names: Sequence[str]) -> list[bool]:
         """Whether each had a gradient since it was last asked for."""
-        if not self._handles:
-            return [True] * len(names)
         found = [name in self._arrived for name in names]
         self._arrived.difference_update(names)
         return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from gradwire.adapters.ddp import attach_link
-from gradwire.adapters.reducer import Link
+from gradwire.adapters.reducer import Reducer
 from gradwire.errors import GradwireError
 from gradwire.exchange.counting import Stats, Writer, scalars
 from gradwire.methods import BF16, VGC, Compressor, Dense, compressor_of
@@ -66,7 +66,7 @@ def attach(
     return Wire(attach_link(model, compressor_of(compressor), scaler, moments))
 
 
-def _piloted(link: Link, methods: Sequence[Compressor]) -> Wire:
+def _piloted(link: Reducer, methods: Sequence[Compressor]) -> Wire:
     from gradwire.adapters.auto.method_chooser import Pilot  # what nobody else needs is not imported with gradwire
 
     try:
@@ -79,18 +79,18 @@ def _piloted(link: Link, methods: Sequence[Compressor]) -> Wire:
 class Wire:
     """The handle of an attached model."""
 
-    def __init__(self, link: Link, pilot: Pilot | None = None) -> None:
-        self._link, self._pilot = link, pilot
+    def __init__(self, link: Reducer, pilot: Pilot | None = None) -> None:
+        self._reducer, self._pilot = link, pilot
 
     def __repr__(self) -> str:
-        link = self._link
+        link = self._reducer
         return (
             f"Wire({link.compressor!r}, {link.n_parameters} parameters, {link.world_size} workers, step {link.steps})"
         )
 
     @property
     def compressor(self) -> Compressor:
-        return self._link.compressor
+        return self._reducer.compressor
 
     @compressor.setter
     def compressor(self, compressor: Compressor | str) -> None:
@@ -109,19 +109,19 @@ class Wire:
     @property
     def steps(self) -> int:
         """Exchanges so far."""
-        return self._link.steps
+        return self._reducer.steps
 
     def stats(self) -> Stats:
         """What this worker sent since `attach` or the last `reset_stats`."""
-        return self._link.meter.stats(self._link.store.residuals())
+        return self._reducer.meter.stats(self._reducer.store.residuals())
 
     def reset_stats(self) -> None:
         """Starts the totals anew; the state of the compression is not touched."""
-        self._link.meter.reset()
+        self._reducer.meter.reset()
 
     def coverage(self) -> list[coverage.Row]:
         """Prints where the samples are and which parameter has which second moment, and returns the rows."""
-        recorder = self._link.recorder
+        recorder = self._reducer.recorder
         if recorder is None:
             print(f"{self.compressor!r} needs no second moments")
             return []
@@ -148,7 +148,7 @@ class Wire:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name; save it on every rank. Loads with weights_only=True."""
-        return checkpoint.state_dict(self._link)
+        return checkpoint.state_dict(self._reducer)
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
         """Goes on where `state` was saved, on the same number of workers. Collective."""
@@ -181,7 +181,7 @@ class Wire:
             self._pilot.stop()
         link.detach()
 
-    def _live(self) -> Link:
-        if not self._link.attached:
+    def _live(self) -> Reducer:
+        if not self._reducer.attached:
             raise GradwireError("this wire is detached, or a newer one has its net: attach the model again")
-        return self._link
+        return self._reducer

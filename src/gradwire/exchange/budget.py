@@ -12,12 +12,12 @@ import time
 import warnings
 from collections import deque
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from gradwire.errors import AttachError
-from gradwire.methods.rate import bytes_a_second
+from gradwire.methods.base import Compressor
 
 if TYPE_CHECKING:
     from gradwire.exchange.courier import Courier, Flight
@@ -29,20 +29,9 @@ PAUSE = 2  # what takes longer than so many times the median is no step: an eval
 MOVED = 0.05  # a time that differs by less leaves everything as it is: rooms and the tables on a GPU stay
 
 
-def asked(compressor: Any) -> tuple[int | None, float | None]:
-    """(bytes a step, bytes a second) that a method may send at most; None: nothing is said."""
-    rate = getattr(compressor, "budget", None)
-    return getattr(compressor, "max_bytes_per_step", None), None if rate is None else bytes_a_second(rate)
-
-
-def density_of(compressor: Any) -> float | None:
-    """The share of every tensor that a method sends; None: nothing is said."""
-    return getattr(compressor, "density", None)
-
-
-def check(compressor: Any, capacity: Capacity) -> None:
+def check(compressor: Compressor, capacity: Capacity) -> None:
     """Refuses a budget that no step of this model can keep."""
-    most, _ = asked(compressor)
+    most = compressor.most_bytes
     if most is not None and most < (least := capacity.least(compressor.words)):
         raise AttachError(
             f"max_bytes_per_step={most} is too little for this model: a step needs at least {least} bytes, which are "
@@ -67,9 +56,10 @@ class Budget:
         self._ends: deque[int] = deque(maxlen=FEW + 1)
         self._n_ends = 0
 
-    def use(self, compressor: Any, capacity: Capacity) -> None:
+    def use(self, compressor: Compressor, capacity: Capacity) -> None:
         """The budget of this compressor from the next step on."""
-        before, (self.most, self.rate) = self.rate, asked(compressor)
+        before, self.rate = self.rate, compressor.most_rate
+        self.most = compressor.most_bytes
         if before is None or self.rate is None:
             self.step_ns = 0  # no step was measured, or none is to be
         if self.rate != before:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +47,24 @@ class Stats:
         )
 
 
+class Counts(NamedTuple):
+    """Of one bucket in one step."""
+
+    sent: Tensor | None = None  # integers [K], elements sent of each tensor; None: all
+    passed: Tensor | None = None  # integers [K], elements that asked for room; None: as many
+    norm: Tensor | None = None  # float32 [], |sent|_1
+
+
+class Mark(NamedTuple):
+    """A moment; event: on a GPU's stream."""
+
+    time: float
+    event: torch.cuda.Event | None = None
+
+
+Lap = tuple[str, Mark, Mark]  # phase, begin, end
+
+
 class Writer(Protocol):
     """Anything with TensorBoard's add_scalar."""
 
@@ -86,22 +102,28 @@ class Meter:
             self.bytes_received += n_received
             self.dense_bytes += n_dense
 
-    def elements(self, layout: Layout, sent: Tensor | None, passed: Tensor | None, norm: Tensor) -> None:
-        """Elements of one bucket that were sent (None: all) and that passed (None: as many), [K] each, and |sent|_1."""
-        if sent is None:
-            self.everything(layout, norm)
+    def bucket(self, layout: Layout, n_bytes: tuple[int, int, int], counts: Counts, laps: Sequence[Lap]) -> None:
+        """All of one bucket; bytes as `count` has them."""
+        self.count(*n_bytes)
+        self.elements(layout, counts)
+        self.laps(laps)
+
+    def elements(self, layout: Layout, counts: Counts) -> None:
+        """Elements of one bucket."""
+        if counts.sent is None or counts.norm is None:
+            self.everything(layout, counts.norm)
             return
-        passed = sent if passed is None else passed
+        passed = counts.sent if counts.passed is None else counts.passed
         with self._lock:
-            self._pending.append((layout, sent, passed))
-            self._norms.append(norm)
+            self._pending.append((layout, counts.sent, passed))
+            self._norms.append(counts.norm)
             if len(self._pending) > 256:
                 self._fold()
 
     def everything(self, layout: Layout, norm: Tensor | None = None) -> None:
         """A bucket whose every element was sent."""
         with self._lock:
-            self._elements.update({slot.name: slot.numel for slot in layout})
+            self._elements.update({slot.name: slot.numel for slot in layout.slots})
             if norm is not None:
                 self._norms.append(norm)
 
@@ -121,24 +143,14 @@ class Meter:
             self._milliseconds[phase] += begin.elapsed_time(end)
         self._events.clear()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Times one phase of a bucket: on the host for the CPU, on the stream for a GPU."""
-        if self._device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            yield
-            end.record()
-            with self._lock:
-                self._events.append((name, begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self.add_time(name, time.perf_counter() - start)
-
-    def add_time(self, phase: str, seconds: float) -> None:
+    def laps(self, laps: Sequence[Lap]) -> None:
+        """How long the phases of a bucket took: on the host for the CPU, on the stream for a GPU."""
         with self._lock:
-            self._milliseconds[phase] += seconds * 1e3
+            for phase, begin, end in laps:
+                if begin.event is not None and end.event is not None:
+                    self._events.append((phase, begin.event, end.event))
+                else:
+                    self._milliseconds[phase] += (end.time - begin.time) * 1e3
 
     def stats(self, residuals: list[Tensor]) -> Stats:
         """The totals, and the norms of what is held back now."""

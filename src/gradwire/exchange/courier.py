@@ -10,7 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -33,17 +33,19 @@ ALONE = (
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """Messages on their way."""
 
     _message: Tensor  # kept until it has been read
     _out: Tensor
     _work: Any
+    _under_way: set[Flight] = field(default_factory=set)  # those that nobody has waited for to the end
 
     def wait(self) -> Tensor:
         """Every rank's message, [W, words]."""
         self._work.wait()
+        self._under_way.discard(self)
         return self._out
 
 
@@ -93,6 +95,7 @@ class Courier:
         )
         self.world_size, self.rank = len(ranks), dist.get_rank(group)
         gloo = dist.get_backend(group) == "gloo"
+        self._under_way: set[Flight] = set()
         self._work: Work = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._work,), name="gradwire-courier", daemon=True)
         thread.start()
@@ -104,9 +107,16 @@ class Courier:
         self._work.put(work)
 
     def gather(self, message: Tensor) -> Flight:
-        """Sends this rank's message and asks for all others'; called from the courier's own thread."""
+        """Sends this rank's message and asks for all others'; called from the courier's own thread.
+
+        Kept until it has been waited for: Gloo sends when the other rank asks, and nothing if the message was let go of
+        by then, as after an error here. The other one would wait for it until the timeout.
+        """
         out = message.new_empty(self.world_size * message.numel())
-        return Flight(message, out.view(self.world_size, -1), begin_gather(out, message, self.group))
+        work = begin_gather(out, message, self.group)
+        flight = Flight(message, out.view(self.world_size, -1), work, self._under_way)
+        self._under_way.add(flight)
+        return flight
 
     def sum(self, tensor: Tensor) -> Flight:
         """tensor = its sum over the ranks; called from the courier's own thread."""

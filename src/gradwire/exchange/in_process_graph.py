@@ -1,66 +1,58 @@
-"""Steps 2 to 6 of W workers in one process as one CUDA graph, for methods whose steps are all alike.
+"""A step of W workers in one process as one CUDA graph, for methods whose steps are all alike.
 
 Their Python takes longer than the GPU: a PowerSGD of eight workers launches thousands of small kernels a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.finite import sifted
-from gradwire.codec.header import WORD_BYTES
+from gradwire.codec.header import FIXED, WORD_BYTES
 from gradwire.compile.capture_guard import calm
-from gradwire.methods.base import Context, Outcome, Rounds, is_rounds, said_by
-from gradwire.methods.fixed import Body, Fixed
+from gradwire.exchange.lockstep import in_lockstep
+from gradwire.exchange.room import RoomPlan
+from gradwire.exchange.step import Part, Step
+from gradwire.methods.base import Compressor, Context, Rounds
+from gradwire.methods.fixed import Fixed
 
-T = TypeVar("T")
 FIRST = 2  # steps without a graph: they make the tables that are kept on the device
 
 
-@dataclass
-class Made:
-    """What a replay writes, in memory that the next one writes again."""
-
-    mean: Tensor  # [N]
-    finite: Tensor  # bool []
-    n_bytes: int  # of one worker
-    undo: list[Callable[[], None]]
-    sent: Sequence[Any]  # with what the statistics need
-
-
-def repeats(compressor: Any, device: torch.device) -> bool:
+def repeats(compressor: Compressor, device: torch.device) -> bool:
     """Whether a step of it can be captured."""
-    known = isinstance(compressor, Rounds | Fixed) and getattr(compressor, "alike", False)
-    return device.type == "cuda" and bool(known)
+    return device.type == "cuda" and isinstance(compressor, Rounds | Fixed) and compressor.alike
 
 
 class Repeated:
-    """Captures a step the first time it is called, and replays it from then on."""
+    """Captures a step, and replays it whenever it is called; every worker is a branch of the graph.
 
-    def __init__(self, compressor: Any, states: Sequence[Any], n_head: int) -> None:
-        """n_head: words of a message before its body."""
-        self.compressor, self.states, self._n_head = compressor, states, n_head
-        self._streams = [torch.cuda.Stream() for _ in states]  # type: ignore[no-untyped-call]
-        self._graph: Any = None
+    Its messages have no heads: nobody else touches them, and a head names the step.
+    """
 
-    def __call__(self, grads: Tensor, context: Context) -> Made:
-        """grads [W, N]: the same memory every time."""
-        if self._graph is None:
-            self._grads, self._graph = grads, torch.cuda.CUDAGraph()
-            with calm(), torch.cuda.graph(self._graph):
-                rounds = is_rounds(self.compressor)
-                self._made = self._converse(grads, context) if rounds else self._gather(grads, context)
+    def __init__(self, parts: Callable[[Step, Context], list[Part]], grads: Tensor, context: Context) -> None:
+        """parts: of all workers; grads [W, N]: the same memory every time."""
+        self._grads, self._graph = grads, torch.cuda.CUDAGraph()
+        self._step = Step(context.step, RoomPlan(dense=False))
+        self._parts = parts(self._step, replace(context, bare=True))
+        self._streams = [torch.cuda.Stream() for _ in self._parts]  # type: ignore[no-untyped-call]
+        with calm(), torch.cuda.graph(self._graph):
+            self._n_bytes = in_lockstep(self._parts, self._on_branches)
+        if isinstance(self._parts[0].method, Fixed):
+            self._n_bytes += FIXED * WORD_BYTES
+
+    def __call__(self, step: Step, grads: Tensor) -> tuple[list[Part], int]:
+        """What a replay writes is in memory that the next one writes again."""
         assert grads.data_ptr() == self._grads.data_ptr()
         self._graph.replay()
-        return self._made
+        step.undo.extend(self._step.undo)
+        return self._parts, self._n_bytes
 
-    def _each(self, work: Callable[[int], T]) -> list[T]:
-        """Every worker's on a branch of its own."""
+    def _on_branches(self, work: Callable[[int], Any]) -> list[Any]:
         main, made = torch.cuda.current_stream(), []
         for rank, stream in enumerate(self._streams):
             stream.wait_stream(main)
@@ -69,43 +61,3 @@ class Repeated:
         for stream in self._streams:
             main.wait_stream(stream)
         return made
-
-    def _gather(self, grads: Tensor, context: Context) -> Made:
-        """As encode and decode do it, without heads."""
-
-        def write(rank: int) -> tuple[Body, Tensor]:
-            good, finite = sifted(grads[rank])
-            return self.compressor.write(good.clone(), self.states[rank], replace(context, rank=rank)), finite
-
-        made = self._each(write)
-        bodies, mean = torch.stack([body.words for body, _ in made]), torch.zeros_like(grads[0])
-        said, _ = self.compressor.read(bodies, context)
-        self.compressor.add_all(said, mean, context)
-        finite, sent = torch.stack([finite for _, finite in made]).all(), [body for body, _ in made]
-        n_bytes = WORD_BYTES * (self._n_head + bodies.shape[1])
-        return Made(mean, finite, n_bytes, [body.undo for body in sent], sent)
-
-    def _converse(self, grads: Tensor, context: Context) -> Made:
-        talks = [
-            self.compressor.rounds(grad, state, replace(context, rank=rank))
-            for rank, (grad, state) in enumerate(zip(grads, self.states, strict=True))
-        ]
-        outcomes, n_bytes = converse(talks, self._each)
-        first = outcomes[0]
-        return Made(first.mean, first.finite, n_bytes, [one.undo for one in outcomes], outcomes)
-
-
-def converse(
-    talks: Sequence[Generator[Tensor, Tensor, Outcome]], each: Callable[..., list[Any]] | None = None
-) -> tuple[list[Outcome], int]:
-    """The rounds of all workers, sum by sum, and the bytes that one of them gave to the sums.
-
-    each: runs what it is given for every rank; one after another without it.
-    """
-    run = each or (lambda work: [work(rank) for rank in range(len(talks))])
-    said, n_bytes = run(lambda rank: said_by(talks[rank], None)), 0
-    while isinstance(said[0], Tensor):
-        n_bytes += said[0].numel() * said[0].element_size()
-        total = torch.stack(said).sum(0)
-        said = run(lambda rank, total=total: said_by(talks[rank], total.clone()))
-    return said, n_bytes

@@ -1,64 +1,105 @@
-"""Steps 2 to 6 of one model on the courier's thread: encode, exchange, decode, and what a bad step undoes."""
+"""Steps over a process group: the buckets of one model on the courier's thread, and what a bad step undoes."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.codec.header import WORD_BYTES
 from gradwire.errors import GradwireError
-from gradwire.exchange.counting import Meter
-from gradwire.exchange.courier import Courier
+from gradwire.exchange.budget import Budget
+from gradwire.exchange.counting import Lap, Mark, Meter
+from gradwire.exchange.courier import Courier, Flight
 from gradwire.exchange.room import Capacity
-from gradwire.exchange.step import Parcel, Sent, Step
-from gradwire.methods.base import (
-    Arrival,
-    Context,
-    Gather,
-    Rounds,
-    State,
-    Stateful,
-    is_rounds,
-    needs_room,
-    said_by,
-    tensors,
-)
-from gradwire.methods.held import everything
+from gradwire.exchange.step import Answer, Ask, Part, Step, Talk, answered, exchange
+from gradwire.layout import Layout
+from gradwire.methods.base import Compressor, Context, Gather, State
 
 
-class Delivery:
-    """Runs the parcels of one model in order; nothing here knows DDP."""
+@dataclass
+class Bucket:
+    """The flat tensors of one bucket: the compressor's state and the second moment of the step under way."""
 
-    def __init__(self, courier: Courier, meter: Meter, capacity: Capacity, end_step: Callable[[bool], None]) -> None:
-        self._courier, self._meter, self._capacity, self._end_step = courier, meter, capacity, end_step
+    layout: Layout
+    state: State
+    moment: Tensor
+
+
+@dataclass
+class Job:
+    """One bucket to be exchanged: DDP's flat gradient goes in, the mean over the ranks comes back in its place."""
+
+    bucket: Bucket
+    buffer: Tensor
+    active: Tensor | None
+    scale: Tensor | None  # of a GradScaler: r and v are kept in units of 1
+    ready: torch.cuda.Event | None
+    future: Future[Tensor]
+    n_sent: int = 0  # bytes handed to the collectives
+    n_received: int = 0
+    laps: list[Lap] = field(default_factory=list)
+
+    def part(self, step: Step, method: Compressor, context: Context) -> Part:
+        """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
+        grad, moment = self.buffer.float(), self.bucket.moment
+        if self.scale is not None:
+            grad, moment = grad / self.scale, moment / self.scale / self.scale
+        out = self.buffer if self.buffer.dtype == torch.float32 else torch.empty_like(grad)
+        return Part(step, method, self.bucket.state, context, grad, moment, out)
+
+    def take(self, mean: Tensor) -> None:
+        """The mean, in units of the scale."""
+        self.buffer.copy_(mean if self.scale is None else mean.mul_(self.scale))
+
+
+@dataclass
+class Backward(Step):
+    """The step of one synced backward. Its futures are resolved together, after its last bucket."""
+
+    tensors_left: int = 0  # of the model: DDP's own word for the last bucket is wrong in a static graph's first step
+    budget: Budget | None = None  # where the ranks gather how long their steps take
+    jobs: list[Job] = field(default_factory=list)
+    beside: list[Future[bool]] = field(default_factory=list)  # of tensors that are summed without the courier
+    done: bool = False
+
+    @property
+    def futures(self) -> list[Future[Any]]:
+        """Somebody waits for each."""
+        return [*(job.future for job in self.jobs), *self.beside]
+
+
+class Pipeline:
+    """Runs the buckets of one model in order, each encoded while those before it travel; nothing here knows DDP."""
+
+    def __init__(self, courier: Courier, meter: Meter, room: Capacity, end_step: Callable[[bool], None]) -> None:
+        self._courier, self._meter, self._room, self._end_step = courier, meter, room, end_step
         self._error: BaseException | None = None
         self._warned = False
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
-        """Queues a parcel; its future is resolved after the step's last one."""
-        self._courier.submit(lambda: self._work(compressor, step, parcel))
+    def submit(self, method: Compressor, step: Backward, job: Job) -> None:
+        """Queues a bucket; its future is resolved after the step's last one."""
 
-    def beside(self, step: Step, n_tensors: int, summed: Future[Tensor]) -> Future[Tensor]:
+        def send() -> None:
+            step.jobs.append(job)
+            self._do(step, job, lambda: self._send(method, step, job))
+
+        self._courier.submit(send)
+
+    def beside(self, step: Backward, n_tensors: int, summed: Future[Tensor]) -> Future[Tensor]:
         """Tensors of a step that are summed without the courier: resolved with the step all the same."""
         done: Future[bool] = Future()
         step.beside.append(done)
-
-        def count() -> None:
-            step.tensors_left -= n_tensors
-            if step.tensors_left == 0:
-                self._finish(step)
-
-        self._courier.submit(lambda: self._guarded(step, count))
+        self._courier.submit(lambda: self._guarded(step, lambda: self._arrived(step, n_tensors)))
 
         def resolve(done: Future[bool]) -> Tensor:
             finite = done.wait()  # raises what the step did
@@ -66,136 +107,73 @@ class Delivery:
 
         return done.then(resolve)
 
-    def _work(self, compressor: Stateful, step: Step, parcel: Parcel) -> None:
-        """Encodes and sends; what follows is work behind the buckets that are ready by now."""
-        step.parcels.append(parcel)
+    def _send(self, method: Compressor, step: Backward, job: Job) -> None:
+        """Encodes and begins to send; what follows is work behind the buckets that are ready by now."""
+        context = self._context(method, step, job)
+        if step.budget is not None:
+            step.budget.ask(self._courier, job.buffer.device)
+        begin = _mark(job)
+        part = job.part(step, method, context)
+        talk = exchange(part)
+        ask = next(talk)
+        job.laps.append(("encode", begin, _mark(job)))
+        flights = self._begin(job, ask)
+        if isinstance(method, Gather):
+            self._courier.submit(lambda: self._do(step, job, lambda: self._receive(step, job, part, talk, flights)))
+        else:  # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
+            self._receive(step, job, part, talk, flights)
 
-        def send() -> None:
-            if is_rounds(compressor):
-                # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
-                self._converse(compressor, step, parcel)
-                self._arrived(step, parcel)
-                return
-            sent = self._send(compressor, step, parcel)
-            self._courier.submit(lambda: self._do(step, parcel, lambda: self._arrive(step, sent)))
+    def _context(self, method: Compressor, step: Backward, job: Job) -> Context:
+        layout, plan, courier = job.bucket.layout, step.plan, self._courier
+        capacity = self._room.of(layout, plan) if method.needs_room else ()
+        common = (layout, step.number, capacity, job.active, courier.world_size, plan.dense, courier.rank)
+        return Context(*common, density=plan.density)
 
-        self._do(step, parcel, send)
+    def _begin(self, job: Job, ask: Ask) -> tuple[Flight | None, Flight | None]:
+        """Begins what was asked for, and counts its bytes."""
+        gathered = summed = None
+        if ask.message is not None:
+            gathered = self._courier.gather(ask.message)
+            job.n_sent += ask.message.nbytes
+            job.n_received += ask.message.nbytes * (self._courier.world_size - 1)
+        if ask.summand is not None:
+            summed = self._courier.sum(ask.summand)
+            job.n_sent += ask.summand.nbytes
+            job.n_received += ask.summand.nbytes
+        return gathered, summed
 
-    def _do(self, step: Step, parcel: Parcel, piece: Callable[[], None]) -> None:
-        def on_stream() -> None:
-            with self._on_stream(parcel):
-                piece()
+    def _receive(
+        self, step: Backward, job: Job, part: Part, talk: Talk, flights: tuple[Flight | None, Flight | None]
+    ) -> None:
+        """Answers until nothing more is asked: the mean is in DDP's buffer."""
+        ask: Ask | None = None
+        while True:
+            begin = _mark(job)
+            answer = Answer(*[None if flight is None else flight.wait() for flight in flights])
+            there = _mark(job)
+            ask = answered(talk, answer)
+            if ask is None:
+                job.take(part.out)
+            job.laps += [("exchange", begin, there), ("decode", there, _mark(job))]
+            if ask is None:
+                break
+            flights = self._begin(job, ask)
+        self._meter.bucket(part.context.layout, (job.n_sent, job.n_received, job.buffer.nbytes), part.counts, job.laps)
+        step.arrived(part)
+        self._arrived(step, len(part.context.layout.slots))
 
-        self._guarded(step, on_stream)
-
-    def _guarded(self, step: Step, piece: Callable[[], None]) -> None:
-        try:
-            if self._error is not None:
-                raise RuntimeError(f"an earlier exchange failed: {_in_words(self._error)}") from self._error
-            piece()
-        except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
-            self._fail(step, error)
-
-    def _arrive(self, step: Step, sent: Sent) -> None:
-        self._receive(step, sent)
-        self._arrived(step, sent.parcel)
-
-    def _arrived(self, step: Step, parcel: Parcel) -> None:
-        step.tensors_left -= len(parcel.bucket.layout)
+    def _arrived(self, step: Backward, n_tensors: int) -> None:
+        step.tensors_left -= n_tensors
         if step.tensors_left == 0:
             self._finish(step)
 
-    def _context(self, compressor: Stateful, step: Step, parcel: Parcel) -> Context:
-        layout = parcel.bucket.layout
-        capacity = self._capacity.of(layout, step.plan) if needs_room(compressor) else ()
-        courier, dense = self._courier, step.plan.dense
-        common = (layout, step.number, capacity, parcel.active, courier.world_size, dense, courier.rank)
-        return Context(*common, density=step.plan.density)
-
-    def _send(self, compressor: Gather[Any], step: Step, parcel: Parcel) -> Sent:
-        layout, state, context = parcel.bucket.layout, parcel.bucket.state, self._context(compressor, step, parcel)
-        if step.budget is not None:
-            step.budget.ask(self._courier, parcel.buffer.device)
-        with self._meter.phase("encode"):
-            message = compressor.encode(*parcel.unscaled(), state, context)
-            step.undo.append(message.undo)
-            whole = compressor.waiting(state, context) if step.plan.dense else None
-            if whole is not None and parcel.scale is not None:
-                step.undo.append(_snapshot(state))  # a GradScaler may yet skip the optimizer's step
-        flight = self._courier.gather(message.data)
-        if whole is None:
-            self._meter.elements(layout, message.sent, message.passed, message.sent_norm)
-            return Sent(compressor, parcel, context, message.data, flight)
-        self._meter.everything(layout, whole.abs().sum())
-        summed = self._courier.sum(whole.mul_(1 / self._courier.world_size))
-        return Sent(compressor, parcel, context, message.data, flight, summed)
-
-    def _receive(self, step: Step, sent: Sent) -> None:
-        compressor, parcel, context = sent.compressor, sent.parcel, sent.context
-        with self._meter.phase("exchange"):
-            messages = sent.flight.wait()
-            whole = None if sent.summed is None else sent.summed.wait()
-        with self._meter.phase("decode"):
-            out = torch.empty_like(parcel.bucket.moment) if parcel.buffer.dtype != torch.float32 else parcel.buffer
-            arrival = compressor.decode(messages, out, context)
-            if whole is not None:
-                out.copy_(whole)
-                step.clear.append(lambda: compressor.clear(parcel.bucket.state, context))
-            parcel.buffer.copy_(out if parcel.scale is None else out.mul_(parcel.scale))
-        step.arrivals.append((context.layout, arrival))
-        self._count(parcel, sent.data, whole is not None)
-
-    def _converse(self, compressor: Rounds[Any], step: Step, parcel: Parcel) -> None:
-        """All sums of one bucket; in a dense step one, of everything."""
-        state, context = parcel.bucket.state, self._context(compressor, step, parcel)
-        rounds = functools.partial(everything, compressor) if context.dense else compressor.rounds
-        n_bytes = 0
-        with self._meter.phase("encode"):
-            talk = rounds(parcel.unscaled()[0], state, context)
-            said = said_by(talk, None)
-        while isinstance(said, Tensor):
-            n_bytes += said.numel() * said.element_size()
-            with self._meter.phase("exchange"):
-                total = self._courier.sum(said).wait()
-            with self._meter.phase("decode"):
-                said = said_by(talk, total)
-        outcome = said
-        if context.dense:
-            step.clear.append(lambda: compressor.clear(state, context))
-            if parcel.scale is not None:  # a GradScaler may yet skip the optimizer's step: r as it is, then g to it
-                step.undo.append(_snapshot(state))
-        step.undo.append(outcome.undo)
-        with self._meter.phase("decode"):
-            mean = outcome.mean
-            parcel.buffer.copy_(mean if parcel.scale is None else mean.mul_(parcel.scale))
-        self._meter.elements(context.layout, outcome.sent, None, outcome.sent_norm)
-        self._meter.count(n_bytes, n_bytes, parcel.buffer.numel() * parcel.buffer.element_size())
-        step.arrivals.append((context.layout, Arrival(outcome.finite, None, torch.zeros_like(outcome.finite), _fine)))
-
-    def _count(self, parcel: Parcel, data: Tensor, whole: bool) -> None:
-        n_message = data.numel() * WORD_BYTES
-        n_whole = parcel.bucket.layout.numel * WORD_BYTES if whole else 0
-        n_dense = parcel.buffer.numel() * parcel.buffer.element_size()
-        self._meter.count(n_message + n_whole, n_message * (self._courier.world_size - 1) + n_whole, n_dense)
-
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: Backward) -> None:
         """Commits the step or takes it back, then lets DDP have the buckets."""
-        finite, counts = step.read()
-        step.arrivals.clear()  # with the messages that they hold
-        if finite:
-            for change in step.clear:
-                change()
-            if step.parcels[0].scale is None:  # only a GradScaler may yet leave the optimizer's step out
-                step.undo.clear()
-            for layout, passed in counts:
-                self._capacity.note(layout, passed)
-            if counts:
-                self._capacity.end_step(step.plan)
-        else:
-            step.take_back()
-            for parcel in step.parcels:
-                parcel.buffer.fill_(float("nan"))
-            if not self._warned and step.parcels[0].scale is None:
+        finite = step.finish(self._room)
+        if not finite:
+            for job in step.jobs:
+                job.buffer.fill_(float("nan"))
+            if not self._warned and not step.may_be_skipped:
                 warnings.warn(
                     f"gradwire: a gradient of step {step.number} is not finite on some rank; every rank gets NaN, as "
                     "in plain DDP. With mixed precision pass the GradScaler: attach(..., scaler=scaler).",
@@ -207,13 +185,30 @@ class Delivery:
         self._meter.end_step(step.plan.dense)
         step.done = True
         self._end_step(finite)
-        for parcel in step.parcels:
-            parcel.future.set_result(parcel.buffer)
+        for job in step.jobs:
+            job.future.set_result(job.buffer)
         for future in step.beside:
             future.set_result(finite)
-        step.parcels.clear()
+        step.jobs.clear()
 
-    def _fail(self, step: Step, error: BaseException) -> None:
+    # ---- what goes wrong
+
+    def _do(self, step: Backward, job: Job, piece: Callable[[], None]) -> None:
+        def on_stream() -> None:
+            with self._on_stream(job):
+                piece()
+
+        self._guarded(step, on_stream)
+
+    def _guarded(self, step: Backward, piece: Callable[[], None]) -> None:
+        try:
+            if self._error is not None:
+                raise RuntimeError(f"an earlier exchange failed: {_in_words(self._error)}") from self._error
+            piece()
+        except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
+            self._fail(step, error)
+
+    def _fail(self, step: Backward, error: BaseException) -> None:
         """Takes back what this step sent and hands the error to every future of it, now and later.
 
         Whatever goes wrong on the way: a future that is never resolved is a backward that waits for ever.
@@ -228,7 +223,7 @@ class Delivery:
         for future in step.futures:
             _hand(future, error)
 
-    def abandon(self, step: Step) -> None:
+    def abandon(self, step: Backward) -> None:
         """Takes back a step that nobody will finish, after what of it is on its way."""
         taken_back = threading.Event()
 
@@ -241,16 +236,16 @@ class Delivery:
         taken_back.wait()
 
     @contextlib.contextmanager
-    def _on_stream(self, parcel: Parcel) -> Iterator[None]:
+    def _on_stream(self, job: Job) -> Iterator[None]:
         """On a GPU: a stream beside the backward's, after the bucket is ready; the future records it."""
-        if parcel.ready is None:
+        if job.ready is None:
             yield
             return
-        device = parcel.buffer.device
+        device = job.buffer.device
         self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(parcel.ready)
-            parcel.buffer.record_stream(self._stream)
+            self._stream.wait_event(job.ready)
+            job.buffer.record_stream(self._stream)
             yield
 
 
@@ -267,16 +262,19 @@ def _hand(future: Future[Any], error: BaseException) -> None:
                 future.set_exception(taken)
 
 
-def _fine() -> None:
-    """Of sums, which torch checks."""
+def _mark(job: Job) -> Mark:
+    """Now: on the host, and where the stream stands on a GPU."""
+    event = None
+    if job.ready is not None:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+    return Mark(time.perf_counter(), event)
 
 
-def _snapshot(state: State) -> Callable[[], None]:
-    """Puts a whole state back as it is now."""
-    now = [tensor.clone() for tensor in tensors(state)]
-
-    def put_back() -> None:
-        for tensor, before in zip(tensors(state), now, strict=True):
-            tensor.copy_(before)
-
-    return put_back
+def recorded_event(device: torch.device) -> torch.cuda.Event | None:
+    """On a GPU: marks where the backward's stream stands now."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -64,7 +64,7 @@ def most_buckets(n_bytes: int, dtypes: int = 1, limit: int = BUCKET) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoomPlan:
     """One step's decision: everything is sent, or how much the room of every tensor is scaled down.
 
     density: of every tensor that may pass; None: whatever passes by the method's options.
@@ -96,22 +96,22 @@ class Capacity:
         buckets = most_buckets(n_bytes, len({p.dtype for p in parameters.values()}), limit)
         return cls(n_bytes, world_size, {name: p.numel() for name, p in parameters.items()}, buckets)
 
-    def plan(self, words: Words, budget: int | None = None, density: float | None = None) -> Plan:
+    def plan(self, words: Words, budget: int | None = None, density: float | None = None) -> RoomPlan:
         """The next step's decision, the same on every rank.
 
         budget: bytes that one worker's messages may have; density: the method's own.
         """
         if budget is not None:
-            return Plan(dense=False, density=self.density(words, budget))
+            return RoomPlan(dense=False, density=self.density(words, budget))
         if density is not None and self._is_cheap(words, density):
-            return Plan(dense=False, density=density)
+            return RoomPlan(dense=False, density=density)
         if not self.passed:
-            return Plan(dense=True)
+            return RoomPlan(dense=True)
         limit = self.dense_bytes // (2 * self.world_size) - HEAD_WORDS * len(self.passed)
         fits = self._need(words, 1.0) <= limit
         if limit < padded(0) * len(self.passed) or (not fits and self.since_dense >= REST):
-            return Plan(dense=True)
-        return Plan(dense=False, scale=1.0 if fits else self._scale(words, limit))
+            return RoomPlan(dense=True)
+        return RoomPlan(dense=False, scale=1.0 if fits else self._scale(words, limit))
 
     def _need(self, words: Words, scale: float) -> int:
         """Words of a step's messages without their heads."""
@@ -159,7 +159,7 @@ class Capacity:
         chunks = buckets + layout.numel // CHUNK
         return WORD_BYTES * (bodies + FIXED * buckets + chunks + 2 * tensors + (tensors + 3 * buckets) // 4)
 
-    def of(self, layout: Layout, plan: Plan) -> tuple[int, ...]:
+    def of(self, layout: Layout, plan: RoomPlan) -> tuple[int, ...]:
         """Elements that fit into this bucket's message, by tensor."""
         if plan.dense:
             return (0,) * len(layout)
@@ -182,5 +182,5 @@ class Capacity:
             if count >= 0:
                 self.passed[name] = count
 
-    def end_step(self, plan: Plan) -> None:
+    def end_step(self, plan: RoomPlan) -> None:
         self.since_dense = 0 if plan.dense else min(REST, self.since_dense + 1)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from dataclasses import Field, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from gradwire.layout import Layout, Slot
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,7 @@ class Context:
     dense: bool = False  # everything is sent beside the message, which then carries nothing
     rank: int = 0  # of the one that encodes: what it rounds by chance is independent of what the others do
     density: float | None = None  # that a budget allows in this step; None: as the method's options say
+    bare: bool = False  # messages of one length have no head: they stay in this process
 
     def only(self, flat: Tensor) -> Tensor:
         """[N] with zeros in the tensors that have no gradient in this step."""
@@ -42,6 +41,7 @@ class Message:
     sent: Tensor | None  # integers [K], elements sent of each tensor; None: all of them
     passed: Tensor | None  # int32 [K], elements of each tensor that asked for room
     sent_norm: Tensor  # float32 [], |sent|_1
+    finite: Tensor | None = None  # bool []: of the gradient, where the message has no head to say it
 
 
 @dataclass
@@ -79,6 +79,11 @@ class State(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
+@dataclass
+class Nothing:
+    """The state of a method that holds nothing back."""
+
+
 def powers(state: State) -> dict[str, int]:
     """How each field goes over to another number of workers."""
     return {f.name: f.metadata["power"] for f in fields(state)}
@@ -102,131 +107,113 @@ def tensors(state: State) -> list[Tensor]:
     return [tensor for value in values for tensor in (value.values() if isinstance(value, dict) else [value])]
 
 
-S = TypeVar("S", bound=State)
+class Compressor(ABC):
+    """A method: a Gather, a Rounds or a Sum. Here: what is asked of all of them, and what most of them answer."""
 
-
-@runtime_checkable
-class Gather(Protocol[S]):
-    """A method whose messages are gathered: every rank decodes all of them in rank order."""
-
-    needs_room: ClassVar[bool]  # its messages are as long as the counts of the step before ask for
+    kind: ClassVar[str]  # "gather", "rounds" or "sum": which collectives it takes
+    needs_room: ClassVar[bool] = False  # its messages are as long as the counts of the step before ask for
 
     @property
     def needs_moments(self) -> bool:
-        """Whether second moments by sample are made for it; zeros are given to it where not."""
-        ...
+        """Whether second moments by sample are made for it; it is given none where not."""
+        return False
 
     @property
     def holds_back(self) -> bool:
-        """Whether its state has a residual."""
-        ...
+        """Whether something of a gradient may wait in its state, in the field `residual`."""
+        return False
 
-    def init(self, layout: Layout, device: torch.device) -> S: ...
+    @property
+    def alike(self) -> bool:
+        """Whether nothing in a step depends on its number, so that it can be repeated as a CUDA graph."""
+        return False
 
-    def encode(self, grad: Tensor, moment: Tensor, state: S, context: Context) -> Message: ...
+    @property
+    def share(self) -> float | None:
+        """The share of every tensor's elements that its options let pass; None: they do not say."""
+        return None
 
-    def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival: ...
+    @property
+    def most_bytes(self) -> int | None:
+        """How many bytes a worker's messages of a step may have; None: as many as it takes."""
+        return None
+
+    @property
+    def most_rate(self) -> float | None:
+        """How many bytes a second a worker's link may carry upwards; None: as many as it can."""
+        return None
+
+    @property
+    def own_momentum(self) -> float:
+        """SGD's momentum, where it is in what the method holds back."""
+        return 0.0
+
+    def init(self, layout: Layout, device: torch.device) -> Any:
+        """The state of one bucket."""
+        return Nothing()
 
     def words(self, numel: int, room: int) -> int:
         """Words in a message's body for a tensor of `numel` elements of which `room` fit."""
-        ...
+        raise AssertionError(f"the messages of {self!r} need no room")
 
-    def waiting(self, state: S, context: Context) -> Tensor:
+    def waiting(self, state: Any, context: Context) -> Tensor:
         """Everything that is held back, [N], for a step in which everything is sent; a tensor of its own."""
-        ...
+        raise AssertionError(f"{self!r} holds nothing back")
 
-    def clear(self, state: S, context: Context) -> None:
+    def clear(self, state: Any, context: Context) -> None:
         """After that step: nothing is held back."""
-        ...
+        raise AssertionError(f"{self!r} holds nothing back")
 
 
-@runtime_checkable
-class Rounds(Protocol[S]):
+class Gather(Compressor):
+    """A method whose messages are gathered: every rank decodes all of them in rank order."""
+
+    kind = "gather"
+
+    @abstractmethod
+    def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
+        """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
+
+    @abstractmethod
+    def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
+        """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
+
+
+class Rounds(Compressor):
     """A method of one or more sums a bucket, one after another, each made of what the one before came to."""
 
-    needs_moments: ClassVar[bool]
+    kind = "rounds"
 
-    @property
-    def holds_back(self) -> bool:
-        """As Gather's."""
-        ...
-
-    def init(self, layout: Layout, device: torch.device) -> S: ...
-
-    def rounds(self, grad: Tensor, state: S, context: Context) -> Generator[Tensor, Tensor, Outcome]:
+    @abstractmethod
+    def rounds(self, grad: Tensor, state: Any, context: Context) -> Generator[Tensor, Tensor, Outcome]:
         """Yields a tensor, is sent its sum over the ranks, and so on. A value that is not finite goes into the sums.
 
         The gradient [N] is the method's own: the mean may be written over it.
         """
-        ...
 
-    def waiting(self, state: S, context: Context) -> Tensor:
-        """As Gather's."""
-        ...
-
-    def clear(self, state: S, context: Context) -> None:
-        """As Gather's."""
-        ...
-
-
-def said_by(talk: Generator[Tensor, Tensor, Outcome], total: Tensor | None) -> Tensor | Outcome:
-    """What a method says to a sum, None at first: the next tensor, or what came of all of them."""
-    try:
-        return next(talk) if total is None else talk.send(total)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+    def everything(self, grad: Tensor, state: Any, context: Context) -> Generator[Tensor, Tensor, Outcome]:
+        """The rounds of a step in which all that is held back goes out with the gradient: one sum."""
+        whole = context.only(grad) + self.waiting(state, context)
+        norm = whole.abs().sum()
+        mean = yield whole.mul_(1 / context.world_size)
+        good = context.only(torch.where(torch.isfinite(grad), grad, 0.0))
+        return Outcome(mean, torch.isfinite(mean).all(), lambda: state.residual.add_(good), None, norm)
 
 
-@runtime_checkable
-class Sum(Protocol):
+class Sum(Compressor):
     """A method whose tensors are summed by one all-reduce of DDP's own kind: no message, no state."""
 
-    needs_moments: ClassVar[bool]
+    kind = "sum"
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype: ...
-
-
-Stateful = Gather[Any] | Rounds[Any]  # what the courier carries
-Compressor = Stateful | Sum
+    @abstractmethod
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which a gradient of `dtype` travels."""
 
 
 def checked(given: Any) -> Compressor:
     """`given`, if it is a compressor."""
-    if isinstance(given, type) or not isinstance(given, Gather | Rounds | Sum):
+    if not isinstance(given, Compressor):
         raise TypeError(
             f"expected a compressor such as gradwire.VGC(alpha=1.5), or its spec, 'vgc:alpha=1.5', got {given!r}"
         )
     return given
-
-
-def is_sum(compressor: Compressor) -> TypeIs[Sum]:
-    return _is_a(Sum, compressor)
-
-
-def is_rounds(compressor: Compressor) -> TypeIs[Rounds[Any]]:
-    return _is_a(Rounds, compressor)
-
-
-def is_gather(compressor: Compressor) -> TypeIs[Gather[Any]]:
-    return _is_a(Gather, compressor)
-
-
-_known: dict[tuple[type, type], bool] = {}
-
-
-def _is_a(protocol: type, compressor: Compressor) -> bool:
-    """`isinstance`, once for a class: with a protocol it takes longer than all else that is done for a small bucket."""
-    key = (protocol, type(compressor))
-    if key not in _known:
-        _known[key] = isinstance(compressor, protocol)
-    return _known[key]
-
-
-def holds_back(compressor: Compressor) -> bool:
-    """Whether something of a gradient may wait in its state."""
-    return not is_sum(compressor) and compressor.holds_back
-
-
-def needs_room(compressor: Compressor) -> bool:
-    """Whether its messages are as long as the counts of the step before ask for."""
-    return is_gather(compressor) and compressor.needs_room

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
+from gradwire.methods.base import Sum
+
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Sum):
     """All-reduce of the gradient as it is (float32 for a float32 model): the baseline and the fallback."""
-
-    needs_moments: ClassVar[bool] = False
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype

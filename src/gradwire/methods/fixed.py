@@ -6,10 +6,10 @@ finite, the head and its check, the order of the ranks.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from gradwire import codec as kernels
 from gradwire.arithmetic.finite import sifted
 from gradwire.codec import header
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Context, Message
+from gradwire.methods.base import Arrival, Context, Gather, Message
 
 BROKEN = "does not hold what its method sends"
 
@@ -33,10 +33,8 @@ class Body:
     sent: Tensor | None = None  # integers [K], elements sent of each tensor; None: all of them
 
 
-class Fixed(ABC):
-    """A Gather method by four functions: body_words, write, read and add_all. With Held or Free for the state."""
-
-    needs_room: ClassVar[bool] = False
+class Fixed(Gather):
+    """A Gather method by four functions: body_words, write, read and add_all."""
 
     @abstractmethod
     def body_words(self, layout: Layout) -> int:
@@ -83,13 +81,16 @@ class Fixed(ABC):
             body = Body(torch.empty(0, dtype=torch.int32, device=grad.device), good.new_zeros(()))
         else:
             body = self.write(good, state, context)
-        shape = self._shape(context)
+        if context.bare:
+            return Message(body.words, body.undo, body.sent, None, body.sent_norm, finite)
         parts = header.Parts.bare(finite, body.words)
-        data = kernels.select(grad.device).seal(shape, context.step, parts)
+        data = kernels.select(grad.device).seal(self._shape(context), context.step, parts)
         return Message(data, body.undo, body.sent, None, body.sent_norm)
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
         """out = the mean over the ranks, in rank order; nothing changes on error."""
+        if context.bare:
+            return self._decode_bare(messages, out, context)
         shape = self._shape(context)
         problems = kernels.select(out.device).inspect(messages, shape, context.step)
         if not context.dense:
@@ -108,8 +109,12 @@ class Fixed(ABC):
             self.put(said, out, bad, context)
         return Arrival((messages[:, 5] & 1).all(), None, bad, refuse)
 
-    def words(self, numel: int, room: int) -> int:
-        raise AssertionError("a message of fixed length needs no room")
+    def _decode_bare(self, bodies: Tensor, out: Tensor, context: Context) -> Arrival:
+        """Of bodies that nobody else has touched."""
+        said, _ = self.read(bodies, context)
+        self.add_all(said, out.zero_(), context)
+        none = bodies.new_zeros((), dtype=torch.bool)
+        return Arrival(~none, None, none, lambda: None)
 
     def _shape(self, context: Context) -> header.Shape:
         room = 0 if context.dense else self.body_words(context.layout)

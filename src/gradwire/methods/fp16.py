@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
+from gradwire.methods.base import Sum
+
 
 @dataclass(frozen=True)
-class FP16:
+class FP16(Sum):
     """All-reduce in float16: each rank rounds g / W, the sum is rounded at every addition; above 65,504 it is inf."""
-
-    needs_moments: ClassVar[bool] = False
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float16

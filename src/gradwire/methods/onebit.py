@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,11 @@ from gradwire.codec import fields
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.held import Held
+from gradwire.methods.residual import WithResidual
 
 
 @dataclass(frozen=True)
-class OneBit(Held, Fixed):
+class OneBit(WithResidual, Fixed):
     """Sends the sign of every element and two values a column: the means of its positive and of its negative ones.
 
     p = r + g; sent = the mean of the column's p >= 0 where p >= 0, the mean of its p < 0 elsewhere; r = p - sent.
@@ -28,7 +28,9 @@ class OneBit(Held, Fixed):
     convolution of 512 channels, 3.4 for one of the 3 colours, and for L <= 2 more than float32 takes.
     """
 
-    alike: ClassVar[bool] = True  # nothing in a step depends on its number
+    @property
+    def alike(self) -> bool:
+        return True
 
     def body_words(self, layout: Layout) -> int:
         return 2 * len(columns_of(layout)) + fields.n_words(layout.numel, 1)

@@ -13,8 +13,8 @@ from torch import Tensor
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.finite import sifted
 from gradwire.layout import Layout, Slot
-from gradwire.methods.base import SAME, Context, Outcome
-from gradwire.methods.held import Held, Residual
+from gradwire.methods.base import SAME, Context, Outcome, Rounds
+from gradwire.methods.residual import Residual, WithResidual
 
 # A row whose square shrinks below this share beside the rows above it has no direction that float32 could tell.
 DEPENDENT = 1e-12
@@ -29,7 +29,7 @@ class Warm(Residual):
 
 
 @dataclass(frozen=True)
-class PowerSGD(Held):
+class PowerSGD(WithResidual, Rounds):
     """Sums two thin matrices in place of every matrix M = r + g [O, I], found by one power iteration.
 
     Q' is the last step's, means are over the workers:

@@ -11,12 +11,12 @@ from torch import Tensor
 from gradwire.arithmetic.finite import sifted
 from gradwire.arithmetic.shuffle import chosen
 from gradwire.codec.quota import Quota, check_density
-from gradwire.methods.base import Context, Outcome
-from gradwire.methods.held import Held, Residual
+from gradwire.methods.base import Context, Outcome, Rounds
+from gradwire.methods.residual import Residual, WithResidual
 
 
 @dataclass(frozen=True)
-class RandomK(Held):
+class RandomK(WithResidual, Rounds):
     """Sums k = max(1, floor(density n)) elements of every tensor over the ranks: r += g, sent r[places], r[places] = 0.
 
     The places are drawn from (seed, step, name), so that all ranks know them and none is sent.
@@ -29,6 +29,10 @@ class RandomK(Held):
 
     def __post_init__(self) -> None:
         check_density("RandomK", self.density)
+
+    @property
+    def share(self) -> float:
+        return self.density
 
     def rounds(self, grad: Tensor, state: Residual, context: Context) -> Generator[Tensor, Tensor, Outcome]:
         quota = Quota.of(context.layout, self.density)

@@ -4,7 +4,7 @@ arXiv:1810.05291)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from gradwire.arithmetic import signs
 from gradwire.arithmetic.runs import tensors_of
 from gradwire.codec import fields
 from gradwire.layout import Layout
-from gradwire.methods.base import Context
+from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.held import Held, Nothing
+from gradwire.methods.residual import WithResidual
 
 
 @dataclass(frozen=True)
-class SignSGD(Held, Fixed):
+class SignSGD(WithResidual, Fixed):
     """One bit an element: p = r + g; sent = mean|p| sign(p), the mean over the tensor; r = p - sent.
 
     feedback: False drops what was not sent, r = 0.
@@ -34,7 +34,9 @@ class SignSGD(Held, Fixed):
     feedback: bool = True
     vote: bool = False
 
-    alike: ClassVar[bool] = True  # nothing in a step depends on its number
+    @property
+    def alike(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         if self.feedback and self.vote:

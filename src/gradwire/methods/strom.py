@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Context, Message
-from gradwire.methods.held import Held, Residual
+from gradwire.methods.base import Arrival, Context, Gather, Message
+from gradwire.methods.residual import Residual, WithResidual
 from gradwire.methods.vgc import VGC, WIRES, VGCState
 
 LEAST, MOST = 2.0**-62, 2.0**62  # the kernels square r and tau, in float32
@@ -32,7 +32,7 @@ class StromState(Residual):
 
 
 @dataclass(frozen=True)
-class Strom(Held):
+class Strom(WithResidual, Gather):
     """Sends an element when it is large enough: |r| > tau; sign(r) tau is sent and taken from r.
 
     tau: the threshold, in units of the gradient; there is no good value for every model, so there is no default.

@@ -16,7 +16,7 @@ from gradwire.codec import header
 from gradwire.codec.compact_blocks import Blocks, block_length, room_words
 from gradwire.codec.quota import check_density
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Context, Message
+from gradwire.methods.base import Arrival, Context, Gather, Message
 from gradwire.methods.momentum import check_momentum, halted, quicken
 from gradwire.methods.rate import bytes_a_second
 
@@ -40,7 +40,7 @@ class VGCMomentum(VGCState):
 
 
 @dataclass(frozen=True)
-class VGC:
+class VGC(Gather):
     """Sends an element when it is unambiguous: r^2 > alpha v + floor^2, as a sign, three bits of exponent and a place.
 
     alpha: how many times r^2 must exceed its variance; zeta: decay of v where nothing was sent.
@@ -74,12 +74,31 @@ class VGC:
     momentum: float = 0.0
 
     needs_room: ClassVar[bool] = True
-    holds_back: ClassVar[bool] = True
 
     @property
     def needs_moments(self) -> bool:
         """Not where the variance counts for nothing."""
         return self.alpha > 0
+
+    @property
+    def holds_back(self) -> bool:
+        return True
+
+    @property
+    def share(self) -> float | None:
+        return self.density
+
+    @property
+    def most_bytes(self) -> int | None:
+        return self.max_bytes_per_step
+
+    @property
+    def most_rate(self) -> float | None:
+        return None if self.budget is None else bytes_a_second(self.budget)
+
+    @property
+    def own_momentum(self) -> float:
+        return self.momentum
 
     def __post_init__(self) -> None:
         for name in ("alpha", "zeta", "tau", "floor", "density"):

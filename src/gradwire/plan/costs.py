@@ -1,7 +1,7 @@
 """Times a method's encode and decode on given gradients, in this process alone, and counts what it would send.
 
-As delivery.py runs them: one state, buckets in order, the room of the messages from the counts of the step before.
-What the other workers would send is this worker's own message, so that decoding is real as well.
+As a training runs them (exchange/step.py): one state, buckets in order, the room of the messages from the counts of
+the step before. What the other workers would send is this worker's own message, so that decoding is real as well.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from gradwire.codec.header import FIXED, WORD_BYTES
-from gradwire.exchange.budget import asked, density_of
-from gradwire.exchange.room import Capacity, Plan, most_buckets
+from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
+from gradwire.exchange.step import Answer, Ask, Part, Step, answered, exchange
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Context, is_rounds, is_sum, needs_room, said_by
+from gradwire.methods.base import Compressor, Context, Gather, Rounds, Sum
 from gradwire.methods.table import to_spec
 from gradwire.plan.model import NS_PER_MS, Cost
 
@@ -88,7 +88,7 @@ def _cost(dry: Dry, times: list[_Times], alone_ms: float, handed_over_ms: float)
         overhead_ms=fixed_ms + handed_over_ms,
         moments=1.0,
         rounds=max(1, round(statistics.mean(one.rounds for one in times) / n_buckets)),
-        room=needs_room(dry.compressor),
+        room=dry.compressor.needs_room,
     )
 
 
@@ -131,7 +131,7 @@ def hand_over_ms(repeats: int) -> float:
 class Dry:
     """One worker's part of every exchange, step after step; nothing is sent."""
 
-    compressor: Any
+    compressor: Compressor
     layouts: Sequence[Layout]
     world_size: int
     device: torch.device
@@ -144,17 +144,14 @@ class Dry:
     times: list[_Times] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        stateless = is_sum(self.compressor)
-        self.states = [None if stateless else self.compressor.init(layout, self.device) for layout in self.layouts]
+        self.states = [self.compressor.init(layout, self.device) for layout in self.layouts]
         numels = {slot.name: slot.numel for layout in self.layouts for slot in layout}
         n_bytes = WORD_BYTES * sum(numels.values())
         self.capacity = Capacity(n_bytes, self.world_size, numels, most_buckets(n_bytes))
 
     @property
     def kind(self) -> str:
-        if is_sum(self.compressor):
-            return "sum"
-        return "rounds" if is_rounds(self.compressor) else "gather"
+        return self.compressor.kind
 
     @property
     def n_messages(self) -> int:
@@ -163,17 +160,21 @@ class Dry:
 
     def step(self, gradients: Buckets, moments: Buckets, lean: bool = False) -> None:
         """A flat float32 tensor a bucket. lean: nothing that a training would not do, else they are not changed."""
-        run = {"sum": self._cast, "rounds": self._converse, "gather": self._gather}[self.kind]
-        room = needs_room(self.compressor)
-        wanted = (asked(self.compressor)[0], density_of(self.compressor))
-        plan = self.capacity.plan(self.compressor.words, *wanted) if room else Plan(dense=False)
-        self.times.append(_Times(dense=plan.dense))
+        method, room = self.compressor, self.compressor.needs_room
+        wanted = (method.most_bytes, method.share)
+        plan = self.capacity.plan(method.words, *wanted) if room else RoomPlan(dense=False)
+        step, times = Step(self.number, plan), _Times(dense=plan.dense)
+        world = self.n_messages if isinstance(method, Gather) else self.world_size
+        self.times.append(times)
         for layout, state, gradient, moment in zip(self.layouts, self.states, gradients, moments, strict=True):
             rooms = self.capacity.of(layout, plan) if room else ()
-            context = Context(layout, self.number, rooms, None, self.world_size, plan.dense, density=plan.density)
-            run(gradient if lean else gradient.clone(), moment, state, context, self.times[-1], lean)
-        if room:
-            self.capacity.end_step(plan)
+            context = Context(layout, self.number, rooms, None, world, plan.dense, density=plan.density)
+            grad = gradient if lean else gradient.clone()
+            out = grad if isinstance(method, Sum) else torch.empty_like(grad)
+            part = Part(step, method, state, context, grad, moment, out)
+            self._bucket(part, times, lean)
+            step.arrived(part)
+        step.finish(self.capacity)
         self.number += 1
 
     def cost(self, last: int) -> Cost:
@@ -187,52 +188,39 @@ class Dry:
         handed_over_ms = 0.0 if self.kind == "sum" else hand_over_ms(last)
         return _cost(self, self.times[-last:], alone_ms, handed_over_ms)
 
-    def _gather(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:
-        begin = self._now()
-        message = self.compressor.encode(grad, moment, state, context)
-        whole = self.compressor.waiting(state, context) if context.dense else None
+    def _bucket(self, part: Part, times: _Times, lean: bool) -> None:
+        begin, talk = self._now(), exchange(part)
+        ask: Ask | None = next(talk)
         times.encode += self._now() - begin
-        gathered = self.gather(message.data)
-        arrived = message.data.expand(self.n_messages, -1) if gathered is None else gathered
-        out = torch.empty_like(grad)
-        for n_messages, name in ((1, "decode_one"), (self.n_messages, "decode"))[lean:]:
-            messages = arrived[:n_messages].contiguous()
-            begin = self._now()
-            arrival = self.compressor.decode(messages, out, replace(context, world_size=n_messages))
-            setattr(times, name, getattr(times, name) + self._now() - begin)
-        times.rounds += 1
-        times.n_bytes += message.data.numel() * WORD_BYTES
-        if whole is not None:
-            times.n_bytes += whole.numel() * WORD_BYTES
-            self.compressor.clear(state, context)
-        if arrival.passed is not None and needs_room(self.compressor):
-            self.capacity.note(context.layout, self.largest(arrival.passed.tolist()))
-
-    def _converse(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:
-        begin = self._now()
-        talk = self.compressor.rounds(grad, state, context)
-        said = said_by(talk, None)
-        times.encode += self._now() - begin
-        while isinstance(said, Tensor):
+        while ask is not None:
             times.rounds += 1
-            times.n_bytes += said.numel() * said.element_size()
-            total = said.mul_(self.world_size)
-            self.meet(context.layout.numel)
+            times.n_bytes += ask.n_bytes
+            answer = self._answer(part, ask)
+            if answer.messages is not None and not lean:
+                times.decode_one += self._decode_one(part, answer.messages[:1].contiguous())
             begin = self._now()
-            said = said_by(talk, total)
+            ask = answered(talk, answer)
             times.decode += self._now() - begin
+        if part.arrival is not None and part.arrival.passed is not None:
+            part.arrival.passed = torch.tensor(self.largest(part.arrival.passed.tolist()), dtype=torch.int32)
 
-    def _cast(self, grad: Tensor, moment: Tensor, state: Any, context: Context, times: _Times, lean: bool) -> None:
+    def _answer(self, part: Part, ask: Ask) -> Answer:
+        """As if all workers had sent what this one has."""
+        messages, total = None, ask.summand
+        if ask.message is not None:
+            gathered = self.gather(ask.message)
+            messages = ask.message.expand(self.n_messages, -1).contiguous() if gathered is None else gathered
+        elif total is not None and isinstance(part.method, Rounds):
+            total.mul_(self.world_size)
+            self.meet(part.context.layout.numel)
+        return Answer(messages, total)
+
+    def _decode_one(self, part: Part, message: Tensor) -> float:
+        """ms of one message alone."""
+        assert isinstance(part.method, Gather)
         begin = self._now()
-        grad.mul_(1 / self.world_size)
-        tensor = grad.to(self.compressor.wire_dtype(grad.dtype))
-        times.encode += self._now() - begin
-        begin = self._now()
-        if tensor is not grad:
-            grad.copy_(tensor)
-        times.decode += self._now() - begin
-        times.rounds += 1
-        times.n_bytes += tensor.numel() * tensor.element_size()
+        part.method.decode(message, torch.empty_like(part.out), replace(part.context, world_size=1))
+        return self._now() - begin
 
     def _now(self) -> float:
         """ms, when the device has done all it was asked for."""

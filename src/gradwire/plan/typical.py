@@ -19,11 +19,9 @@ from typing import Any
 import torch
 
 from gradwire.codec.header import FIXED, WORD_BYTES
-from gradwire.exchange.budget import density_of
 from gradwire.exchange.room import above, padded
 from gradwire.layout import Layout
 from gradwire.methods import Compressor, from_spec
-from gradwire.methods.base import is_sum, needs_room
 from gradwire.methods.table import METHODS
 from gradwire.plan.costs import Dry
 from gradwire.plan.model import FLOAT_BYTES, Cost, Work
@@ -83,10 +81,10 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
     name = spec.strip().partition(":")[0].lower()
     times = (CPU if device == "cpu" else CUDA)[name]
     dry = Dry(compressor, [Layout.of([("weight", (SIDE, SIDE))])], 2, torch.device("cpu"))
-    share = density_of(compressor) or density or DENSITY
+    share = compressor.share or density or DENSITY
     n_bytes, rounds = _sent(compressor, share, dry)
     head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
-    n_sums = is_sum(compressor)
+    n_sums = compressor.kind == "sum"
     return Cost(
         spec=spec,
         kind=dry.kind,
@@ -98,17 +96,17 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
         overhead_ms=0.01 if n_sums else OVERHEAD_MS[device],
         moments=MOMENTS[device] if compressor.needs_moments else 1.0,
         rounds=rounds,
-        room=needs_room(compressor),
+        room=compressor.needs_room,
     )
 
 
 def _sent(compressor: Compressor, density: float, dry: Dry) -> tuple[float, int]:
     """(bytes, collectives) of one bucket of SIDE x SIDE elements."""
     numel = SIDE**2
-    if needs_room(compressor):
+    if compressor.needs_room:
         method: Any = compressor
         count = round(density * numel)
-        room = min(numel, padded(count) if density_of(compressor) is None else above(count))
+        room = min(numel, padded(count) if compressor.share is None else above(count))
         return WORD_BYTES * (FIXED + method.words(numel, room)), 1
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     dry.step([gradient], [gradient.square()])

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gradwire.exchange.step import Bucket
+from gradwire.exchange.pipeline import Bucket
 from gradwire.layout import Layout
-from gradwire.methods.base import SAME, Stateful, of_slot, powers
+from gradwire.methods.base import SAME, Compressor, of_slot, powers
 
 
 class Store:
@@ -17,30 +17,27 @@ class Store:
 
     def __init__(self, bind: Callable[[str, Tensor], None]) -> None:
         self._bind = bind  # tells the recorder where a parameter's moment goes
-        self._buckets: dict[Layout, Bucket] = {}
+        self.buckets: dict[Layout, Bucket] = {}
         self._fields: dict[str, dict[str, Tensor]] = {}  # by parameter, by state field: views of the flat tensors
         self.powers: dict[str, int] = {}  # by state field: how it goes over to another number of workers
 
-    def bucket(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
-        """The flat tensors for this layout; what is known of its parameters is carried over."""
-        if layout not in self._buckets:
-            self._buckets[layout] = self._lay(layout, compressor, device)
-        return self._buckets[layout]
-
-    def _lay(self, layout: Layout, compressor: Stateful, device: torch.device) -> Bucket:
-        flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
-        bucket = Bucket(layout, compressor.init(layout, device), flat)
+    def bucket(self, layout: Layout, compressor: Compressor, device: torch.device) -> Bucket:
+        """Lays out the flat tensors of a new layout; what is known of its parameters is carried over."""
+        moment = torch.zeros(layout.numel if compressor.needs_moments else 0, dtype=torch.float32, device=device)
+        bucket = Bucket(layout, compressor.init(layout, device), moment)
         self.powers = powers(bucket.state)
         names = set(layout.names)
-        for slot in layout:
-            self._bind(slot.name, slot.of(bucket.moment))
+        for slot in layout.slots:
+            if compressor.needs_moments:
+                self._bind(slot.name, slot.of(moment))
             views = of_slot(bucket.state, slot)
             for field, old in self._fields.get(slot.name, {}).items():
                 # a field of another compressor, or of another size, means nothing here and is dropped
                 if field in views and old.shape == views[field].shape:
                     views[field].copy_(old)
             self._fields[slot.name] = views
-        self._buckets = {old: kept for old, kept in self._buckets.items() if names.isdisjoint(old.names)}
+        self.buckets = {old: kept for old, kept in self.buckets.items() if names.isdisjoint(old.names)}
+        self.buckets[layout] = bucket
         return bucket
 
     def items(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -60,5 +57,5 @@ class Store:
 
     def set(self, fields: dict[str, dict[str, Tensor]], powers: dict[str, int]) -> None:
         """Replaces everything; the next bucket lays it out."""
-        self._buckets.clear()
+        self.buckets.clear()
         self._fields, self.powers = fields, powers

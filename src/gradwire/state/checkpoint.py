@@ -16,7 +16,7 @@ from gradwire.layout import in_shape
 from gradwire.methods.base import SAME
 
 if TYPE_CHECKING:
-    from gradwire.adapters.reducer import Link
+    from gradwire.adapters.reducer import Reducer
 
 FORMAT = 1
 MOST_WORKERS = 1 << 20  # in a file: no work follows a larger number in it
@@ -33,7 +33,7 @@ HEAD: dict[str, type] = {
 }
 
 
-def state_dict(link: Link) -> dict[str, Any]:
+def state_dict(link: Reducer) -> dict[str, Any]:
     """One rank's state: numbers, strings and tensors only."""
     return {
         "format": FORMAT,
@@ -49,7 +49,7 @@ def state_dict(link: Link) -> dict[str, Any]:
     }
 
 
-def _parameters(link: Link) -> dict[str, dict[str, Tensor]]:
+def _parameters(link: Reducer) -> dict[str, dict[str, Tensor]]:
     """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
     held, fields = dict(link.store.items()), link.store.powers
     if not fields:
@@ -90,7 +90,7 @@ def _alike(value: Tensor, parameter: Tensor) -> Tensor:
     return value.to(parameter.device, copy=True)
 
 
-def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = False) -> None:
+def load_state_dict(link: Reducer, state: Mapping[str, Any], *, strict: bool = False) -> None:
     """Checks on every rank first, and changes nothing unless all can go on."""
     problem: CheckpointError | None = None
     try:
@@ -114,7 +114,7 @@ def load_state_dict(link: Link, state: Mapping[str, Any], *, strict: bool = Fals
     apply(link, state, fields)
 
 
-def together(link: Link, facts: dict[str, str], problem: CheckpointError | None) -> None:
+def together(link: Reducer, facts: dict[str, str], problem: CheckpointError | None) -> None:
     """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective."""
     try:
         agree(link.group, facts, link.device)
@@ -124,7 +124,7 @@ def together(link: Link, facts: dict[str, str], problem: CheckpointError | None)
         raise problem
 
 
-def apply(link: Link, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
+def apply(link: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
     """Replaces the link's state by one that was checked."""
     link.store.set(fields, dict(state["powers"]))
     link.steps = state["step"]

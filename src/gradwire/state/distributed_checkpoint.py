@@ -29,7 +29,7 @@ from gradwire.exchange.courier import all_gather
 from gradwire.state import checkpoint, manifest
 
 if TYPE_CHECKING:
-    from gradwire.adapters.reducer import Link
+    from gradwire.adapters.reducer import Reducer
     from gradwire.adapters.wire import Wire
 
 HEAD = "gradwire/head"
@@ -152,7 +152,7 @@ def _entry(path: Path) -> bytes:
     return ENTRY.pack(found["bytes"], bytes.fromhex(found["sha256"]))
 
 
-def _gathered(mine: bytes, link: Link) -> list[bytes]:
+def _gathered(mine: bytes, link: Reducer) -> list[bytes]:
     """Every rank's, in rank order: each digests what it wrote itself, on a disk that may be its own."""
     device = link.device if dist.get_backend(link.group) == "nccl" else torch.device("cpu")
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
@@ -198,7 +198,7 @@ def load(wire: Wire, directory: str | os.PathLike[str], strict: bool = False) ->
 T = TypeVar("T")
 
 
-def _prepared(link: Link, work: Callable[[], T]) -> T:
+def _prepared(link: Reducer, work: Callable[[], T]) -> T:
     """What this rank does alone before a collective; all ranks go on, or all raise."""
     problem: CheckpointError | None = None
     try:
@@ -225,7 +225,7 @@ def _open(reader: _Reader) -> tuple[Tensor, Metadata]:
 
 
 def _plan(
-    reader: _Reader, raw: Tensor, metadata: Metadata, link: Link, rank: int
+    reader: _Reader, raw: Tensor, metadata: Metadata, link: Reducer, rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The head, and room for the tensors that this rank wants of it."""
     head = json.loads(bytes(raw.tolist()))

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from gradwire.adapters.auto.rank_numbers import Council
 from gradwire.adapters.auto.step_clock import Clock, work_of
 from gradwire.adapters.auto.trial_costs import alone_ms, dry_run, likely_error, numbers_of, rival, with_numbers
-from gradwire.adapters.reducer import Link
+from gradwire.adapters.reducer import Reducer
 from gradwire.errors import CheckpointError
 from gradwire.exchange.courier import Flight, agree, courier_of
-from gradwire.exchange.sums import Small
+from gradwire.exchange.sums import SmallBuckets
 from gradwire.methods import Compressor, Dense, to_spec
-from gradwire.methods.base import Sum, is_sum, needs_room
+from gradwire.methods.base import Sum
 from gradwire.plan.choose import Verdict, choose, describe
 from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
@@ -48,9 +48,9 @@ MARGIN = 0.05  # by how much a method that loses information must be faster
 class Pilot:
     """Call `stepped` after every optimizer step, on every rank."""
 
-    def __init__(self, link: Link, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
+    def __init__(self, link: Reducer, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
         """Collective. methods: what may be chosen; Dense, with which it begins, always may."""
-        self._link, self._say = link, say if dist.get_rank(link.group) == 0 else lambda _: None
+        self._reducer, self._say = link, say if dist.get_rank(link.group) == 0 else lambda _: None
         self.methods: dict[str, Compressor] = {to_spec(method): method for method in (Dense(), *methods)}
         agree(link.group, {"methods of auto": ", ".join(self.methods)}, link.device)
         self.verdict: Verdict | None = None
@@ -72,7 +72,7 @@ class Pilot:
     @property
     def chosen(self) -> str:
         """As a spec."""
-        return to_spec(self._link.compressor)
+        return to_spec(self._reducer.compressor)
 
     def method_of(self, state: object) -> Compressor | None:
         """The one that a checkpoint was saved with; None where it does not say."""
@@ -86,26 +86,26 @@ class Pilot:
 
     def take_over(self, method: Compressor) -> None:
         """Goes on with it, because something of it is held back. Collective."""
-        self._link.use(method)
+        self._reducer.use(method)
         self._begin()
 
     def stop(self) -> None:
         """Somebody else chooses from now on."""
-        self._link.clock = self._link.between_steps = None
+        self._reducer.clock = self._reducer.between_steps = None
 
     # ---- between two steps
 
     def _stepped(self) -> None:
-        if self._link.steps == self._seen:
+        if self._reducer.steps == self._seen:
             return  # another optimizer of the same step
-        self._seen = self._link.steps
-        if self._link.plain is not None and self._expected_ms is None:
-            self._clock.told(self._link.plain.passes())
+        self._seen = self._reducer.steps
+        if self._reducer.plain is not None and self._expected_ms is None:
+            self._clock.told(self._reducer.plain.passes())
         self._clock.stepped()
         self._since += 1
         if self._since == self._warm:
             self._clock.drop()
-            self._bytes = self._link.meter.bytes_sent
+            self._bytes = self._reducer.meter.bytes_sent
         if self._asked is not None:
             flight, self._asked = self._asked, None
             self._hear(self._council.answer(flight))
@@ -117,9 +117,9 @@ class Pilot:
         """With a method that is in use from now on."""
         self._clock.forget()
         self._asked, self._since, self._bytes, self._expected_ms = None, 0, 0, None
-        self._warm = WARM[needs_room(self._link.compressor)]
-        if self._link.plain is not None:
-            self._link.plain.watch(closely=True)
+        self._warm = WARM[self._reducer.compressor.needs_room]
+        if self._reducer.plain is not None:
+            self._reducer.plain.watch(closely=True)
 
     def _due(self) -> bool:
         """The same on every rank: from numbers that all have."""
@@ -146,16 +146,16 @@ class Pilot:
         expected = self._predicted_ms() if self._expected_ms is None else self._expected_ms
         drifted = shorter > DRIFT * expected or longer < expected / DRIFT
         worth = first or WINDOW * abs(step_ms - expected) / 1e3 > self._probe_s
-        compressed = not is_sum(self._link.compressor)
+        compressed = self._reducer.compressor.kind != "sum"
         again = (drifted and worth) or SHARES[compressed] * rows[0][6] > self._probe_s
         if again and self._has_changed():
             self._plan(self._predicted_ms())
             self._begin()  # what was timed so far was on another link
-        elif drifted and not first and self._link.plain is not None:
+        elif drifted and not first and self._reducer.plain is not None:
             self._begin()  # it is the passes that have changed: they are looked at again
         elif first or again:
-            if self._link.plain is not None:
-                self._link.plain.watch(closely=False)
+            if self._reducer.plain is not None:
+                self._reducer.plain.watch(closely=False)
             self._expected_ms = step_ms
             self._errors.pop(self.chosen, None)
             self._errors[self.chosen] = step_ms / self._predicted_ms()
@@ -164,12 +164,12 @@ class Pilot:
     def _learn(self, parts: list[float]) -> None:
         """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
         spec = self.chosen
-        if self._work is None or (is_sum(self._link.compressor) and self._clock.seen()):
+        if self._work is None or (self._reducer.compressor.kind == "sum" and self._clock.seen()):
             self._work = work_of(self._clock.layouts(), parts)
         self._price([spec])
         # the same on every rank: so long are the messages of all
-        n_bytes = (self._link.meter.bytes_sent - self._bytes) / max(1, self._since - self._warm)
-        known: dict[str, Any] = {"bytes_per_element": n_bytes / self._link.n_parameters, "head_bytes": 0.0}
+        n_bytes = (self._reducer.meter.bytes_sent - self._bytes) / max(1, self._since - self._warm)
+        known: dict[str, Any] = {"bytes_per_element": n_bytes / self._reducer.n_parameters, "head_bytes": 0.0}
         if self.methods[spec].needs_moments:
             plain = self._work.forward_ms + self._work.backward_ms
             known["moments"] = max(1.0, sum(parts[:2]) / plain) if plain else 1.0
@@ -190,7 +190,7 @@ class Pilot:
 
     def _probed(self) -> Network:
         start = time.perf_counter()
-        network = probe(self._link.group, self._link.device, at_most_s=PROBE_S)
+        network = probe(self._reducer.group, self._reducer.device, at_most_s=PROBE_S)
         self._probed_at = time.perf_counter()
         took = self._council.answer(self._council.ask([self._probed_at - start]))
         self._probe_s = max(row[0] for row in took)
@@ -201,7 +201,7 @@ class Pilot:
     def _plan(self, step_ms: float) -> None:
         """step_ms: of the method in use, on the link as it is now."""
         assert self._work is not None
-        verdict = self._choose([spec for spec, method in self.methods.items() if is_sum(method)])
+        verdict = self._choose([spec for spec, method in self.methods.items() if method.kind == "sum"])
         best_ms = verdict.predictions[verdict.chosen].step_ms
         if best_ms > (1 + MARGIN) * self._work.compute_ms:  # else there is nothing to be won
             verdict = self._choose(list(self.methods))
@@ -211,16 +211,16 @@ class Pilot:
             verdict = replace(verdict, chosen=self.chosen, words=words)
         verdict = self._or_rival(verdict)
         if self.verdict is None or verdict.chosen != self.chosen:
-            self._say(f"gradwire: step {self._link.steps}: {verdict.words}")
+            self._say(f"gradwire: step {self._reducer.steps}: {verdict.words}")
         self.verdict = verdict
         if verdict.chosen != self.chosen:
-            self._link.use(self.methods[verdict.chosen], self._small(verdict.chosen))
+            self._reducer.use(self.methods[verdict.chosen], self._small(verdict.chosen))
             self._begin()
 
     def _or_rival(self, verdict: Verdict) -> Verdict:
         """While a compressor is in use, and the choice was timed on this link: one that was not, and may be faster."""
         chosen = verdict.chosen
-        if is_sum(self._link.compressor) or chosen not in self._errors:
+        if self._reducer.compressor.kind == "sum" or chosen not in self._errors:
             return verdict
         below_ms = (1 - MARGIN) * verdict.predictions[chosen].step_ms
         other = rival(verdict.predictions, self._errors, self.methods, below_ms)
@@ -237,7 +237,7 @@ class Pilot:
         """
         if spec == self.chosen:
             return -math.inf
-        to_sum, from_sum = (is_sum(self.methods[one]) for one in (spec, self.chosen))
+        to_sum, from_sum = (self.methods[one].kind == "sum" for one in (spec, self.chosen))
         if to_sum and not from_sum:
             return -math.inf
         return 2 * MARGIN if from_sum and not to_sum and spec not in self._errors else MARGIN
@@ -251,14 +251,14 @@ class Pilot:
     def _price(self, specs: Sequence[str]) -> None:
         """What each costs on the slowest rank: measured once, on the gradients there are."""
         for spec in (spec for spec in specs if spec not in self._costs):
-            cost = dry_run(self._link, self._clock.layouts(), self.methods[spec])
+            cost = dry_run(self._reducer, self._clock.layouts(), self.methods[spec])
             rows = self._council.answer(self._council.ask(numbers_of(cost)))
             self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
 
-    def _small(self, spec: str) -> Small | None:
+    def _small(self, spec: str) -> SmallBuckets | None:
         """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
         assert self._work is not None
-        sums = {name: method for name, method in self.methods.items() if is_sum(method)}
+        sums = {name: method for name, method in self.methods.items() if isinstance(method, Sum)}
         if self._costs[spec].kind == "sum":
             return None
         limit = 0
@@ -269,4 +269,4 @@ class Pilot:
             if cheapest == spec:
                 break
             limit, best = numel, sums[cheapest]
-        return None if best is None else Small(limit, best)
+        return None if best is None else SmallBuckets(limit, best)

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.adapters.reducer import Link
+from gradwire.adapters.reducer import Reducer
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
-from gradwire.methods.base import is_sum
 from gradwire.plan import costs
 from gradwire.plan.model import Cost, Network, Prediction, piece_of
 
@@ -22,14 +21,14 @@ WRONG = {False: 0.3, True: 0.15}  # by so much a method may be faster than predi
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
-def dry_run(link: Link, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
+def dry_run(link: Reducer, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
     """Of this rank alone; nothing is sent and no state of the link is touched."""
     gradients = [_gradient(link, layout) for layout in layouts]
     found = costs.measure(compressor, layouts, gradients, [_moment(one) for one in gradients], link.world_size)
     return replace(found, moments=MOMENTS if compressor.needs_moments else 1.0)
 
 
-def _gradient(link: Link, layout: Layout) -> Tensor:
+def _gradient(link: Reducer, layout: Layout) -> Tensor:
     parts = []
     for slot in layout:
         grad = link.parameters[slot.name].grad
@@ -67,8 +66,8 @@ def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, C
     """
     if spec in errors:
         return errors[spec]
-    alike = [error for one, error in errors.items() if is_sum(methods[one]) == is_sum(methods[spec])]
-    others = [] if is_sum(methods[spec]) else list(errors.values())
+    alike = [error for one, error in errors.items() if methods[one].kind == "sum" == methods[spec].kind == "sum"]
+    others = [] if methods[spec].kind == "sum" else list(errors.values())
     return [1.0, *others, *alike][-1]
 
 
@@ -80,7 +79,7 @@ def rival(
 ) -> str | None:
     """The likeliest of the methods that may take less, and that nobody has timed: those in `errors` were."""
     may_take = {
-        spec: (1 - WRONG[is_sum(methods[spec])]) * prediction.step_ms
+        spec: (1 - WRONG[methods[spec].kind == "sum"]) * prediction.step_ms
         for spec, prediction in predictions.items()
         if spec not in errors
     }

@@ -16,8 +16,8 @@ from gradwire.codec.compact_blocks import Blocks, block_length, room_words
 from gradwire.codec.compiling import compiles
 from gradwire.codec.interface import GOLDEN, NOTHING
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Context, Message
-from gradwire.methods.held import Held, Residual
+from gradwire.methods.base import Arrival, Context, Gather, Message
+from gradwire.methods.residual import Residual, WithResidual
 
 BROKEN = ("does not hold what its directory says", "has a scale that is no number >= 0")
 PLACE = kernels.CHUNK - 1  # the bits of a word that say where
@@ -73,7 +73,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AdaComp(Held):
+class AdaComp(WithResidual, Gather):
     """Sends what this step's gradient brings up to the largest of its bin, as a sign and a place.
 
     G = r + g, H = G + g; an element goes where |H| >= max |G| of its bin, as sign(G) s, and r = G - what was sent; s is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from gradwire.codec.compiling import compiles
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.held import Free
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CODE = 0x7F  # the bits of a code without its sign
@@ -22,7 +21,7 @@ LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}  # 448 and 57,344; above it are infi
 
 
 @dataclass(frozen=True)
-class FP8(Free, Fixed):
+class FP8(Fixed):
     """sent = s fp8(g / s), to the nearest, with s = max|g| / (the format's largest number) for each tensor.
 
     format: "e4m3" (four bits of exponent, three of mantissa, up to 448) or "e5m2" (five and two, up to 57,344).
@@ -31,7 +30,9 @@ class FP8(Free, Fixed):
 
     format: str = "e4m3"
 
-    alike: ClassVar[bool] = True  # nothing in a step depends on its number
+    @property
+    def alike(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,8 +12,8 @@ from gradwire.codec.compact_bits import MASK, SPARE, deposit, fetch, signed, uns
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.held import Held, Residual
 from gradwire.methods.momentum_dct.cosine import Group, Tiles
+from gradwire.methods.residual import Residual, WithResidual
 
 LONGEST = 128  # side of a tile: its places then have 14 bits
 AMPLITUDE = 0xFFFF  # the low bits of a field: bfloat16; what that rounds off stays in the momentum
@@ -23,7 +22,7 @@ LARGEST = 2.0**100  # that is sent of one component: sums of such are finite, an
 
 
 @dataclass(frozen=True)
-class MomentumDCT(Held, Fixed):
+class MomentumDCT(WithResidual, Fixed):
     """Sends the k largest cosine components of every tile of the momentum, and takes them from it.
 
     m = momentum * m + g;  q = the k components of DCT(m) that are largest, tile by tile;  m -= IDCT(q);
@@ -38,7 +37,9 @@ class MomentumDCT(Held, Fixed):
     momentum: float = 0.999
     sign: bool = False
 
-    alike: ClassVar[bool] = True  # nothing in a step depends on its number
+    @property
+    def alike(self) -> bool:
+        return True
 
     def __post_init__(self) -> None:
         for name, most in (("chunk", LONGEST), ("k", LONGEST**2)):

@@ -13,16 +13,15 @@ from gradwire.arithmetic.groups import Groups, folded, groups_of, largest
 from gradwire.codec import fields
 from gradwire.codec.compiling import compiles, triton_ready
 from gradwire.layout import Layout
-from gradwire.methods.base import Context
+from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed, rank_by_rank
-from gradwire.methods.held import Free, Nothing
 
 NORMS = ("l2", "max")
 LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
-class QSGD(Free, Fixed):
+class QSGD(Fixed):
     """Sends norm * sign(g) * l / s, with the level l = s |g| / norm rounded up or down by chance: its mean is g.
 
     bits: of an element, the sign included: s = 2^(bits - 1) - 1 levels above zero; 32 // bits elements share a word.

@@ -12,9 +12,8 @@ from gradwire.arithmetic import draws
 from gradwire.arithmetic.groups import groups_of, largest, sums
 from gradwire.codec.compiling import compiles
 from gradwire.layout import Layout
-from gradwire.methods.base import Context
+from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed, rank_by_rank
-from gradwire.methods.held import Free, Nothing
 from gradwire.methods.qsgd.definition import LARGEST, unsound
 
 EACH = 5  # trits in a byte: 3^5 = 243
@@ -23,7 +22,7 @@ TOP = 242
 
 
 @dataclass(frozen=True)
-class TernGrad(Free, Fixed):
+class TernGrad(Fixed):
     """Sends s * sign(g) * b with P(b = 1) = |g| / s, else b = 0, for s the largest |g| of the tensor: its mean is g.
 
     clip: first |g| is cut to `clip` standard deviations of the tensor, which makes s smaller and the mean of what is

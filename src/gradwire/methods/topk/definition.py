@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,8 @@ from gradwire.codec.quota import Quota, check_density
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.held import Held, Residual
 from gradwire.methods.momentum import check_momentum, quicken
+from gradwire.methods.residual import Residual, WithResidual
 from gradwire.methods.topk.largest import largest
 
 DENSITY = 0.01
@@ -32,7 +32,7 @@ class Velocity(Residual):
 
 
 @dataclass(frozen=True)
-class TopK(Held, Fixed):
+class TopK(WithResidual, Fixed):
     """Sends the k = max(1, floor(density n)) largest |r| of every tensor as float32 with their places: r += g.
 
     With a momentum m: u = m u + g, r += u, and u = r = 0 where an element is sent.
@@ -52,8 +52,6 @@ class TopK(Held, Fixed):
     clip: float | None = None
     warmup: int = 0
     exact: bool = False
-
-    needs_moments: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.density is not None and self.ratio is not None:
@@ -84,6 +82,14 @@ class TopK(Held, Fixed):
         if step >= self.warmup or self._final >= WARM:
             return self._final
         return float(f"{WARM * (self._final / WARM) ** (step / self.warmup):.6g}")
+
+    @property
+    def share(self) -> float:
+        return self._final
+
+    @property
+    def own_momentum(self) -> float:
+        return self.momentum
 
     @property
     def alike(self) -> bool:

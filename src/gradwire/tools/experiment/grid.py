@@ -67,4 +67,4 @@ class Grid:
 
 
 def has_density(method: str) -> bool:
-    return getattr(from_spec(method), "density", None) is not None
+    return from_spec(method).share is not None

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gradwire
-from gradwire.adapters.momentum_advice import own_momentum
 from gradwire.exchange.counting import Stats
 from gradwire.tools.experiment.augment import crop_and_flip
 from gradwire.tools.experiment.grid import Run
@@ -43,7 +42,7 @@ class Virtual:
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
         method, fused = run.compressor(0.0), device.type == "cuda"
-        options = (0.0, decay, fused, own_momentum(method))
+        options = (0.0, decay, fused, method.own_momentum)
         self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
         self.simulation = gradwire.simulate(self.model, method, self.loss, workers=experiment.workers, seed=run.seed)
         whole = sharding.steps_left(task.samples, experiment.workers, self.batch)

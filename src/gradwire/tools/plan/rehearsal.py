@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.exchange.courier import begin_gather
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
-from gradwire.methods.base import needs_room
 from gradwire.moments import Recorder
 from gradwire.plan.costs import Dry, usual
 from gradwire.plan.crowding import crowded
@@ -129,7 +128,7 @@ class Rehearsal:
             self._record()
         world, device = self.team.world, self.team.device
         dry = {spec: Dry(method, self.layouts, world, device, self._largest) for spec, method in methods}
-        settling = [one for one in dry.values() if needs_room(one.compressor)]
+        settling = [one for one in dry.values() if one.compressor.needs_room]
         if settling:
             self.several("settling", SETTLE_STEPS, SETTLE_S, lambda: self._send(settling, lean=True))
         recorded = self.several("dry run", DRY_STEPS, DRY_S, lambda: self._send(list(dry.values())))

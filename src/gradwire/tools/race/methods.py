@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.adapters.momentum_advice import own_momentum
 from gradwire.adapters.wire import AUTO
 from gradwire.methods import METHODS, Compressor, from_spec
 from gradwire.tools.train.errors import InputError
@@ -59,7 +58,8 @@ def parse(text: str) -> Method:
     if kind == "python":
         return Method(text, _of_python(spec, rest), factor)
     compressor = _ours(spec)
-    return Method(text, _attaching(compressor), factor, momentum=own_momentum(compressor))
+    momentum = 0.0 if isinstance(compressor, str) else compressor.own_momentum  # "auto" has none
+    return Method(text, _attaching(compressor), factor, momentum=momentum)
 
 
 def _factor(text: str, times: str) -> float:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
-from gradwire.adapters.momentum_advice import own_momentum
 from gradwire.simulation.random_state import seed_worker
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.metrics import Row, Traffic
@@ -32,7 +31,7 @@ class Trainer:
         gpu = [team.device.index] if team.device.type == "cuda" else None
         self.ddp = DistributedDataParallel(self.model, device_ids=gpu)
         self.wire = gradwire.attach(self.ddp, plan.compressor)
-        own, decay = own_momentum(plan.compressor), plan.weight_decay
+        own, decay = plan.compressor.own_momentum, plan.weight_decay
         self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.standing = Standing()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=team.device)  # this worker's, in this epoch
