@@ -131,7 +131,8 @@ def fused(layer: Layer, gradient: Tensor, x: Tensor, channels_last: bool) -> Cal
     """Weight gradient and second moment by the operator."""
     from gradwire.moments.gpu.convolution_moment import launch
 
-    return lambda: launch(gradient, x, layer.weight_shape, *layer.geometry, x.dtype, channels_last)
+    geometry = dict(zip(("stride", "padding", "dilation", "groups"), layer.geometry, strict=True))
+    return lambda: launch(gradient, x, torch.Size(layer.weight_shape), geometry, x.dtype, channels_last)
 
 
 def truth(layer: Layer, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

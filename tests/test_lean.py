@@ -55,7 +55,9 @@ def plain() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["vgc:alpha=0,density=0.01", "vgc:alpha=0,floor=0.01", "topk:density=0.01", "strom:tau=0.01"])
+@pytest.mark.parametrize(
+    "spec", ["vgc:alpha=0,density=0.01", "vgc:alpha=0,floor=0.01", "topk:density=0.01", "strom:tau=0.01"]
+)
 def test_four_bytes_a_parameter(spec: str, plain: float) -> None:
     beyond = bytes_a_parameter(spec) - plain
     assert 3.7 < beyond < 4.7, "the residual, and messages"

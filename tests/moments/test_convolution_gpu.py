@@ -49,6 +49,10 @@ def problem(name: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor,
     return gradient.to(dtype).to(device), x.to(dtype).to(device), shape, geometry
 
 
+def named(geometry: tuple[Any, ...]) -> dict[str, Any]:
+    return dict(zip(("stride", "padding", "dilation", "groups"), geometry, strict=True))
+
+
 def truth(gradient: Tensor, x: Tensor, shape: list[int], geometry: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
     """Sum of c_b and of c_b^2, each c_b the float64 weight gradient of one sample alone."""
     weight = torch.zeros(shape, dtype=torch.float64)
@@ -76,10 +80,10 @@ def check(name: str, dtype: torch.dtype, device: str, channels_last: bool, toler
     wanted = truth(gradient, x, shape, geometry)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     gradient, x = gradient.contiguous(memory_format=layout), x.contiguous(memory_format=layout)
-    found = launch(gradient, x, shape, *geometry, torch.float32, channels_last)
+    found = launch(gradient, x, torch.Size(shape), named(geometry), torch.float32, channels_last)
     again = found  # the interpreter runs one program after another
     if device == "cuda":
-        again = launch(gradient, x, shape, *geometry, torch.float32, channels_last)
+        again = launch(gradient, x, torch.Size(shape), named(geometry), torch.float32, channels_last)
     for one, two, right in zip(found, again, wanted, strict=True):
         assert one.shape == right.shape
         assert one.dtype == torch.float32
@@ -90,7 +94,7 @@ def check(name: str, dtype: torch.dtype, device: str, channels_last: bool, toler
 
 def check_plans(device: str) -> None:
     """Every kind of loop and share, whether a shape's own plan takes it or not."""
-    from gradwire.moments.gpu.convolution_moment import geometry_of
+    from gradwire.moments.gpu.convolution_moment import shape_of
     from gradwire.moments.gpu.convolution_operands import arranged
     from gradwire.moments.gpu.convolution_plans import TilePlan
     from gradwire.moments.gpu.convolution_tiles import launch
@@ -100,7 +104,7 @@ def check_plans(device: str) -> None:
     plans += [TilePlan(16, 16, 32, 4, 2, steps=1), TilePlan(16, 64, 16, 4, 2, splits=3, flat=16)]
     gradient, x, shape, geometry = problem("3x3", torch.float32, device)
     wanted = truth(gradient, x, shape, geometry)
-    sizes = geometry_of(gradient, x, shape, *geometry)
+    sizes = shape_of(gradient, x, torch.Size(shape), named(geometry))
     for plan in plans:
         for layout in (torch.channels_last, torch.contiguous_format):
             found = tuple(torch.empty(shape).contiguous(memory_format=layout) for _ in range(2))

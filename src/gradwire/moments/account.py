@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradwire.errors import MomentError
 from gradwire.layout import in_shape
 from gradwire.moments.completeness import Completeness
+from gradwire.moments.coverage import Row
 from gradwire.moments.estimates.micro_batches import MicroBatches, step
 from gradwire.moments.joined_uses import by_samples, merge, settled
 from gradwire.moments.passes import Passes, current_task, quietly
@@ -436,6 +437,12 @@ class Account:
         self.batches.groups = None
         self.consumed, self.arrived = True, False
         return seen
+
+    def row(self) -> Row:
+        """For the report, as the last backward left it."""
+        if not self.param.requires_grad:
+            return Row(self.name, "frozen", "requires_grad is False")
+        return Row(self.name, self.kind, self.never if self.kind == "not seen yet" and self.never else self.why)
 
     def bind(self, destination: Tensor) -> None:
         """From now on the moment lives in a float32 buffer of someone else's."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from gradwire.moments.account import Account
 
 
 class Row(NamedTuple):
@@ -15,18 +13,6 @@ class Row(NamedTuple):
     name: str
     kind: str
     why: str
-
-
-def report(accounts: Iterable[Account]) -> list[Row]:
-    """One row a parameter, as its last backward left it."""
-    return [row_of(account) for account in accounts]
-
-
-def row_of(account: Account) -> Row:
-    if not account.param.requires_grad:
-        return Row(account.name, "frozen", "requires_grad is False")
-    why = account.never if account.kind == "not seen yet" and account.never else account.why
-    return Row(account.name, account.kind, why)
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,13 +10,11 @@ from torch import Tensor, nn
 
 from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.operations import Operation
-from gradwire.moments.passes import quietly
+from gradwire.moments.passes import arrives, quietly
 from gradwire.moments.swapped_forward import autocast_input
 from gradwire.moments.torch_compile.layer_operator import in_graph
 
 Gradients = list[Tensor | None]
-# torch's own, though private: it asks for the same purpose. Without it a gradient is made and thrown away.
-_will_run: Callable[[Any], bool] = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
 
 
 class LayerFunction(torch.autograd.Function):
@@ -74,15 +72,6 @@ def wanted_by(ctx: Any) -> list[bool]:
         about is not None and arrives(next(edges)[0]) and needs
         for about, needs in zip([True, *ctx.about], ctx.needs_input_grad[4:], strict=True)
     ]
-
-
-def arrives(node: Any) -> bool:
-    if node is None:
-        return False
-    try:
-        return _will_run(node)
-    except RuntimeError:  # it will not say of a parameter that autograd.grad was asked for by name
-        return True
 
 
 def by_uses(ctx: Any, gradient: Tensor, saved: Sequence[Tensor], wanted: Sequence[bool]) -> Gradients:

@@ -38,6 +38,19 @@ def quietly(device: torch.device) -> AbstractContextManager[object]:
     return stack
 
 
+def arrives(node: Any, by_name: bool = True) -> bool:
+    """Whether the backward now running will come to this node; by_name: what to say of one that it was asked for.
+
+    torch's own question, though private: without it a gradient is made and thrown away.
+    """
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # it will not say of a parameter that autograd.grad was asked for by name
+        return by_name
+
+
 def transformed() -> bool:
     """Inside torch.func, a tracer or an exporter: there is no backward of ours to see."""
     if torch.compiler.is_compiling():

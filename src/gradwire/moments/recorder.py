@@ -15,7 +15,7 @@ from gradwire.layout import in_shape
 from gradwire.moments import owners
 from gradwire.moments.account import Account, Options
 from gradwire.moments.batch_dim import BatchDim, axis_of, check_batch_dim, root_axis_of, told_axis
-from gradwire.moments.coverage import Row, report
+from gradwire.moments.coverage import Row
 from gradwire.moments.estimates.micro_batches import ESTIMATORS
 from gradwire.moments.estimates.random_signs import watch_signed
 from gradwire.moments.follow.batch_axis import BatchAxis, batch_size, token_count
@@ -209,7 +209,7 @@ class Recorder:
 
     def coverage(self) -> list[Row]:
         """One row a parameter: exact or estimated, and why."""
-        return report(self.accounts.values())
+        return [account.row() for account in self.accounts.values()]
 
     def release(self) -> None:
         """Forwards without graphs again."""

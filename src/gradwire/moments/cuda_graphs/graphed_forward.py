@@ -21,7 +21,7 @@ from gradwire.errors import AttachError, GradwireError
 from gradwire.moments.cuda_graphs.captured_moments import CapturedMoments
 from gradwire.moments.layer_call import LayerCall
 from gradwire.moments.layers.broadcast import WATCHED
-from gradwire.moments.passes import Pass
+from gradwire.moments.passes import Pass, arrives
 from gradwire.moments.recorder import Recorder
 
 ATTRIBUTE = "_gradwire_graph"
@@ -147,7 +147,9 @@ class GraphedForward:
             if not self._alone:  # a pass without a graph has come since
                 return
             landing = zip(self.names, accumulators, strict=True)
-            self.capturing.commit(passed, [name for name, (target, _) in landing if name and lands(target)])
+            self.capturing.commit(
+                passed, [name for name, (target, _) in landing if name and arrives(target, by_name=False)]
+            )
 
         node.register_hook(after)
 
@@ -227,14 +229,6 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             graphed.recorder.listen()
         return graphed.own(*args, **kwargs)
     return graphed.run(args)
-
-
-def lands(accumulator: Any) -> bool:
-    """Whether the backward now running adds to `.grad` there: autograd.grad does not."""
-    try:
-        return accumulator is not None and torch._C._will_engine_execute_node(accumulator)
-    except RuntimeError:  # asked for by name
-        return False
 
 
 def kind_of(args: Sequence[Any]) -> tuple[Any, ...] | None:

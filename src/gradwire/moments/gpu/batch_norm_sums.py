@@ -6,10 +6,6 @@ A program sums a part of one sample's positions in registers; a second kernel jo
 an order that is always the same. Gradient and input are read once, as torch's own reduction reads them.
 """
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,assignment"
-
 from __future__ import annotations
 
 import math
@@ -37,23 +33,10 @@ _plans: dict[Hashable, Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, 
 
 @triton.jit(do_not_specialize=["positions", "n_parts", "part_positions"])
 def normalized_sums_kernel(
-    gradient,
-    x,
-    mean,
-    partial,
-    g_sample,
-    g_channel,
-    g_position,
-    x_sample,
-    x_channel,
-    x_position,
-    channels,
-    positions,
-    n_parts,
-    part_positions,
-    POSITIONS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, x, mean, partial, g_sample, g_channel, g_position, x_sample, x_channel, x_position, channels,
+    positions, n_parts, part_positions,
+    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """sum G and sum G (x - mean) over one part of one sample's positions -> partial [B, parts, 2, C]."""
     program = tl.program_id(0)
     sample, first = (program // n_parts).to(tl.int64), (program % n_parts) * part_positions
@@ -79,16 +62,9 @@ def normalized_sums_kernel(
 
 @triton.jit(do_not_specialize=["samples", "n_parts"])
 def join_samples_kernel(
-    partial,
-    deviation,
-    contributions,
-    totals,
-    channels,
-    samples,
-    n_parts,
-    SAMPLES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    partial, deviation, contributions, totals, channels, samples, n_parts,
+    SAMPLES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """partial -> contributions [2, B, C] of weight and bias, totals [5, C]."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     known = channel < channels

@@ -66,17 +66,8 @@ def takes_convolution(device: torch.device, dtype: torch.dtype, shape: torch.Siz
     return dtype in HALVES or (dtype == torch.float32 and bool(torch.backends.cudnn.allow_tf32))
 
 
-def convolution(
-    gradient: Tensor,
-    x: Tensor,
-    shape: torch.Size,
-    geometry: dict[str, Any],
-    dtype: torch.dtype,
-    channels_last: bool,
-    place: Tensor | None,
-) -> Pair:
+def convolution(gradient: Tensor, x: Tensor, *given: Any) -> Pair:
     """g [B, O, *], x [B, C, *] -> dW in dtype, moment in float32, both laid out as the weight."""
     from gradwire.moments.gpu.convolution_moment import launch
 
-    numbers = (geometry["stride"], geometry["padding"], geometry["dilation"], geometry["groups"])
-    return launch(gradient, x, list(shape), *numbers, dtype, channels_last, place)
+    return launch(gradient, x, *given)

@@ -6,9 +6,6 @@ the box of the output moved by the tap; what sticks out at an edge, the padding,
 is a dimension of its own: [B, H, W, C] is read as [B, H/s, s, W/s, s*C].
 """
 
-# Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -98,33 +95,11 @@ def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr, gr
 
 @gluon.jit(do_not_specialize=SIZES)
 def convolution_grad_moment_kernel(
-    gradient_map,
-    x_map,
-    weight_gradient,
-    moment,
-    parts,
-    outputs,
-    inputs,
-    blocks_high,
-    blocks_wide,
-    channels,
-    taps_wide,
-    stride,
-    padding_height,
-    padding_width,
-    dilation_height,
-    dilation_width,
-    pieces,
-    n_rows,
-    n_columns,
-    samples,
-    n_whole,
-    n_rest,
-    n_parts,
-    share,
-    stages: gl.constexpr,
-    group: gl.constexpr,
-):
+    gradient_map, x_map, weight_gradient, moment, parts, outputs, inputs, blocks_high, blocks_wide, channels,
+    taps_wide, stride, padding_height, padding_width, dilation_height, dilation_width, pieces, n_rows, n_columns,
+    samples, n_whole, n_rest, n_parts, share,
+    stages: gl.constexpr, group: gl.constexpr,
+):  # fmt: skip
     """Sets up the ring of buffers and sends the warps to their work."""
     step: gl.constexpr = gradient_map.block_shape[1] * gradient_map.block_shape[2]
     half: gl.constexpr = gradient_map.block_shape[3]

@@ -1,9 +1,5 @@
 """Step 1, moments: adds up what the programs of a fused convolution found, in a fixed order, as the weight lies."""
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -22,24 +18,10 @@ JOIN_SHAPES += ["from_output", "from_row", "from_column"]
 
 @triton.jit(do_not_specialize=JOIN_SHAPES)
 def join(
-    partial,
-    total_out,
-    square_out,
-    elements,
-    splits,
-    taps,
-    taps_wide,
-    channels,
-    shift,
-    from_plane,
-    from_output,
-    from_row,
-    from_column,
-    RAW_PARTS: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    partial, total_out, square_out, elements, splits, taps, taps_wide, channels, shift, from_plane, from_output,
+    from_row, from_column,
+    RAW_PARTS: tl.constexpr, CHANNELS_LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """The sums of all programs of grad_moment, in a fixed order, into the weight's own memory layout.
 
     partial is [splits, 2, elements], sums and sums of squares, or (RAW_PARTS > 0) [splits, RAW_PARTS, elements]: c_b in

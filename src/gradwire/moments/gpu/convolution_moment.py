@@ -10,7 +10,7 @@ convolution_tiles.py for everything else.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,29 +26,22 @@ Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]
 _ways: dict[Hashable, Way] = {}
 
 
-def geometry_of(
-    gradient: Tensor,
-    x: Tensor,
-    weight_shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-) -> ConvolutionShape:
-    """The sizes of one call."""
+def shape_of(gradient: Tensor, x: Tensor, weight_shape: torch.Size, geometry: dict[str, Any]) -> ConvolutionShape:
+    """The sizes of one call; geometry: aten.convolution's own numbers."""
+    stride, padding, dilation = ((geometry[name][0], geometry[name][1]) for name in ("stride", "padding", "dilation"))
     return ConvolutionShape(
         samples=x.shape[0],
-        groups=groups,
+        groups=geometry["groups"],
         channels=weight_shape[1],
-        outputs=weight_shape[0] // groups,
+        outputs=weight_shape[0] // geometry["groups"],
         height=x.shape[2],
         width=x.shape[3],
         out_height=gradient.shape[2],
         out_width=gradient.shape[3],
         kernel=(weight_shape[2], weight_shape[3]),
-        stride=(stride[0], stride[1]),
-        padding=(padding[0], padding[1]),
-        dilation=(dilation[0], dilation[1]),
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
     )
 
 
@@ -115,11 +108,8 @@ def way_for(
 def launch(
     gradient: Tensor,
     x: Tensor,
-    weight_shape: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
+    weight_shape: torch.Size,
+    geometry: dict[str, Any],
     dtype: torch.dtype,
     channels_last: bool,
     place: Tensor | None = None,
@@ -136,13 +126,13 @@ def launch(
     if gradient.numel() == 0 or x.numel() == 0:
         return results[0].zero_(), results[1].zero_()
     tf32 = bool(torch.backends.cudnn.allow_tf32)  # what torch itself may do with a float32 convolution
-    numbers = (*weight_shape, *stride, *padding, *dilation, groups, channels_last, tf32)
-    key = (x.shape, gradient.shape, x.dtype, x.device, numbers)
+    numbers = (*weight_shape, *geometry["stride"], *geometry["padding"], *geometry["dilation"], geometry["groups"])
+    key = (x.shape, gradient.shape, x.dtype, x.device, numbers, channels_last, tf32)
     way = _ways.get(key)
     if way is None:
-        geometry = geometry_of(gradient, x, weight_shape, stride, padding, dilation, groups)
+        shape = shape_of(gradient, x, weight_shape, geometry)
         if len(_ways) >= MOST_WAYS:
             _ways.clear()
-        way = _ways[key] = way_for(geometry, x.dtype, x.device, channels_last, tf32)
+        way = _ways[key] = way_for(shape, x.dtype, x.device, channels_last, tf32)
     way(gradient, x, results)
     return results

@@ -4,10 +4,6 @@ Channels side by side, and float32 as a sum of two bfloat16: value = high + low,
 matrix units take from shared memory in any order; tf32 (11 bits) they only take transposed.
 """
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 import math

@@ -5,10 +5,6 @@ i = (tap, channel). A program forms one tile of c_b in registers, adds it to the
 moment's, and goes on to the next sample. Patches are never written: their addresses are computed (an implicit product).
 """
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 import functools

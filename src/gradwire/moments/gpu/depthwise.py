@@ -4,10 +4,6 @@ A program holds KH*KW sums for a block of channels and reads a part of one sampl
 matrix units to do. The parts, c_b [B, parts, C, KH, KW], are small and joined before they are squared.
 """
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,assignment"
-
 from __future__ import annotations
 
 import functools
@@ -29,28 +25,10 @@ SHAPES += ["padding_height", "padding_width", "dilation_height", "dilation_width
 
 @triton.jit(do_not_specialize=SHAPES)
 def depthwise(
-    gradient,
-    x,
-    partial,
-    channels,
-    height,
-    width,
-    positions,
-    out_width,
-    out_width_magic,
-    stride_height,
-    stride_width,
-    padding_height,
-    padding_width,
-    dilation_height,
-    dilation_width,
-    parts,
-    part_positions,
-    TAPS: tl.constexpr,
-    TAPS_WIDE: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    gradient, x, partial, channels, height, width, positions, out_width, out_width_magic, stride_height,
+    stride_width, padding_height, padding_width, dilation_height, dilation_width, parts, part_positions,
+    TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """c_b of one sample, one block of channels, one part of positions; channels lie side by side."""
     share = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

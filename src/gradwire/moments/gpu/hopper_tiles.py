@@ -6,9 +6,6 @@ samples, squares) are 192 of its 240 registers: no larger tile fits. The loads r
 drains. Left-over tiles are split over samples, never over positions.
 """
 
-# Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 from typing import NamedTuple

@@ -1,8 +1,5 @@
 """Step 1, moments: adds up the parts of tiles whose samples were shared between programs, always in the same order."""
 
-# Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 import triton
@@ -19,21 +16,9 @@ ROWS_AT_ONCE = 4
 
 @triton.jit(do_not_specialize=SIZES)
 def join_parts_kernel(
-    parts,
-    weight_gradient,
-    moment,
-    outputs,
-    inputs,
-    n_rows,
-    n_columns,
-    n_whole,
-    n_parts,
-    group: tl.constexpr,
-    most: tl.constexpr,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    at_once: tl.constexpr,
-):
+    parts, weight_gradient, moment, outputs, inputs, n_rows, n_columns, n_whole, n_parts,
+    group: tl.constexpr, most: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
     """Program (tile, rows of it, gradient or moment): the sum over the parts of this tile."""
     other, which = tl.program_id(0), tl.program_id(2)
     part = tl.arange(0, most)

@@ -5,9 +5,6 @@
 One warp fetches (tensor maps, zeros past every edge), two warp groups of four multiply (hopper_tiles.py).
 """
 
-# Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 import torch
@@ -61,24 +58,10 @@ def fetch(maps, buffers, barriers, work, steps, stages: gl.constexpr, group: gl.
 
 @gluon.jit(do_not_specialize=SIZES)
 def linear_grad_moment_kernel(
-    gradient_map,
-    x_map,
-    weight_gradient,
-    moment,
-    parts,
-    outputs,
-    inputs,
-    steps,
-    n_rows,
-    n_columns,
-    samples,
-    n_whole,
-    n_rest,
-    n_parts,
-    share,
-    stages: gl.constexpr,
-    group: gl.constexpr,
-):
+    gradient_map, x_map, weight_gradient, moment, parts, outputs, inputs, steps, n_rows, n_columns, samples,
+    n_whole, n_rest, n_parts, share,
+    stages: gl.constexpr, group: gl.constexpr,
+):  # fmt: skip
     """Sets up the ring of buffers and sends the warps to their work."""
     half: gl.constexpr = gradient_map.block_shape[2]
     step: gl.constexpr = gradient_map.block_shape[1]

@@ -3,9 +3,6 @@
 T = 1: moment = (G*G)^T (X*X)        T > 1: sum over pairs t <= t' of (g_t g_t')^T (x_t x_t'), t < t' twice
 """
 
-# Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 import torch

@@ -4,10 +4,6 @@ torch multiplies, sample by sample in one call; a kernel reads the products once
 float32, and for layers too small for a kernel that keeps the products on the chip.
 """
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
-
 from __future__ import annotations
 
 import torch

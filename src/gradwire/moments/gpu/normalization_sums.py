@@ -4,10 +4,6 @@ A program sums a part of one sample's rows or positions in registers; the parts,
 an order that is always the same. The bound is memory: 8 bytes an element in float32, 4 in half precision.
 """
 
-# Kernels are typed by Triton, not by Python.
-# ruff: noqa: N803
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,assignment"
-
 from __future__ import annotations
 
 import math
@@ -28,22 +24,9 @@ CHANNELS = 16  # of one program that finishes
 
 @triton.jit(do_not_specialize=["n_rows", "n_parts", "part_rows"])
 def row_sums_kernel(
-    gradient,
-    x,
-    partial,
-    g_sample,
-    g_row,
-    x_sample,
-    x_row,
-    size,
-    n_rows,
-    n_parts,
-    part_rows,
-    eps,
-    CENTERED: tl.constexpr,
-    ROWS: tl.constexpr,
-    SIZE: tl.constexpr,
-):
+    gradient, x, partial, g_sample, g_row, x_sample, x_row, size, n_rows, n_parts, part_rows, eps,
+    CENTERED: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
     """sum G xhat and sum G over one part of one sample's rows; whole rows are held, so xhat is exact."""
     program = tl.program_id(0)
     sample, first = (program // n_parts).to(tl.int64), (program % n_parts) * part_rows
@@ -69,22 +52,10 @@ def row_sums_kernel(
 
 @triton.jit(do_not_specialize=["positions", "n_parts", "part_positions"])
 def channel_sums_kernel(
-    gradient,
-    x,
-    partial,
-    g_sample,
-    g_channel,
-    g_position,
-    x_sample,
-    x_channel,
-    x_position,
-    channels,
-    positions,
-    n_parts,
-    part_positions,
-    POSITIONS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    gradient, x, partial, g_sample, g_channel, g_position, x_sample, x_channel, x_position, channels, positions,
+    n_parts, part_positions,
+    POSITIONS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """sum y, sum y^2, sum G, sum G y over one part of one sample's positions; y: x less the sample's first position.
 
     So the cancellation in a variance is below n roundings: the square of that distance from the mean is one of the
@@ -119,18 +90,9 @@ def channel_sums_kernel(
 
 @triton.jit(do_not_specialize=["samples", "positions"])
 def batch_sums_kernel(
-    raw,
-    x,
-    weight,
-    x_sample,
-    x_channel,
-    channels,
-    samples,
-    positions,
-    eps,
-    SAMPLES: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
+    raw, x, weight, x_sample, x_channel, channels, samples, positions, eps,
+    SAMPLES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
     """weight [B, C] from the sums of channel_sums_kernel, raw [B, 4, C], and the statistics of the whole batch."""
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     known = channel < channels

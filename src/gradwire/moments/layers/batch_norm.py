@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from gradwire.moments.gpu.chip import has_triton
 from gradwire.moments.layer_call import LayerCall, Tap
-from gradwire.moments.layer_function import arrives
 from gradwire.moments.layer_table import Uses, add
 from gradwire.moments.layers.normalization import by_channel
 from gradwire.moments.normalization_sums import SHORT, flat
-from gradwire.moments.passes import quietly
+from gradwire.moments.passes import arrives, quietly
 from gradwire.moments.swapped_forward import plain_forward
 from gradwire.moments.uses import Direct
 
