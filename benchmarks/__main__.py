@@ -22,7 +22,7 @@ from gradwire.tools.train.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 SUITES = {
-    "cpu": ("encode_cpu", "wire_bits", "moments_cpu", "overlap_cpu", "methods_cpu", "oracles_cpu"),
+    "cpu": ("encode_cpu", "wire_bits", "moments_cpu", "overlap_cpu", "methods_cpu", "oracles_cpu", "recurrent_cpu"),
     "gpu": (
         "fused_linear",
         "fused_convolution",

@@ -17,7 +17,7 @@ from benchmarks.given import Given, scene
 from benchmarks.methods_cpu import WORLD, Contender, ours, theirs
 from benchmarks.ranks import on_ranks
 from benchmarks.twins import Step, Twin
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import from_spec
 
@@ -118,7 +118,7 @@ def draws_of(spec: str, make: Callable[[], Any]) -> tuple[tuple[Tensor, Tensor],
     """Ours and GRACE's draws of one tensor's gradient, without processes."""
     torch.manual_seed(0)
     given = scene(0).samples[0].grads[2].flatten()[:N_DRAWN].clone()
-    ranks, compressor = Ranks(from_spec(spec), Layout.of([("weight", (N_DRAWN,))])), make()
+    ranks, compressor = InProcess(from_spec(spec), Layout.of([("weight", (N_DRAWN,))])), make()
     return drawn(lambda: ranks([given]).mean), drawn(lambda: compressor.decompress(*compressor.compress(given, "")))
 
 

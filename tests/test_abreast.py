@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire import VGC, Strom
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 
 LAYOUT = Layout.of([("a", (37, 29)), ("b", (5,)), ("empty", (0, 4)), ("c", (64, 33)), ("d", (1,))])
@@ -34,7 +34,7 @@ def gradients(step: int, workers: int, device: str) -> tuple[Tensor, Tensor]:
     return samples.sum(1).to(device), samples.square().sum(1).to(device)
 
 
-def compare(abreast: Ranks, apart: Ranks, grads: Tensor, moments: Tensor) -> None:
+def compare(abreast: InProcess, apart: InProcess, grads: Tensor, moments: Tensor) -> None:
     found, wanted = (ranks.exchange(grads.clone(), moments) for ranks in (abreast, apart))
     assert found.finite == wanted.finite
     assert found.n_bytes == wanted.n_bytes
@@ -53,7 +53,7 @@ def compare(abreast: Ranks, apart: Ranks, grads: Tensor, moments: Tensor) -> Non
 @pytest.mark.parametrize("compressor", METHODS, ids=repr)
 def test_abreast_is_one_by_one(compressor: Any, workers: int, device: str) -> None:
     where = torch.device(device)
-    abreast, apart = (Ranks(compressor, LAYOUT, workers, True, where, abreast=kind) for kind in (True, False))
+    abreast, apart = (InProcess(compressor, LAYOUT, workers, True, where, abreast=kind) for kind in (True, False))
     assert abreast.abreast is not None
     for step in range(14):
         grads, moments = gradients(step, workers, device)
@@ -75,7 +75,7 @@ def test_abreast_is_one_by_one(compressor: Any, workers: int, device: str) -> No
 
 def test_room_that_is_short() -> None:
     """Who waits is the same too."""
-    abreast, apart = (Ranks(VGC(alpha=1.0), LAYOUT, 8, abreast=kind) for kind in (True, False))
+    abreast, apart = (InProcess(VGC(alpha=1.0), LAYOUT, 8, abreast=kind) for kind in (True, False))
     for ranks in (abreast, apart):
         ranks.rooms = (20, 2, 0, 30, 1)
     for step in range(6):
@@ -86,4 +86,4 @@ def test_room_that_is_short() -> None:
 def test_other_methods_go_one_by_one() -> None:
     from gradwire import QSGD
 
-    assert Ranks(QSGD(), LAYOUT, 2, abreast=True).abreast is None
+    assert InProcess(QSGD(), LAYOUT, 2, abreast=True).abreast is None

@@ -14,7 +14,7 @@ import scenes
 from budgeted import BUDGET, counted, wide
 from gradwire import VGC
 from gradwire.errors import AttachError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 
 
@@ -60,7 +60,8 @@ def test_what_virtual_workers_refuse():
 def test_abreast_is_one_by_one_and_a_front_may_change_the_budget() -> None:
     layout = Layout.of([("a", (37, 29)), ("b", (5,)), ("empty", (0, 4)), ("c", (64, 33)), ("d", (1,))])
     both = [
-        Ranks(replace(BUDGET, max_bytes_per_step=900), layout, 3, planned=True, abreast=kind) for kind in (True, False)
+        InProcess(replace(BUDGET, max_bytes_per_step=900), layout, 3, planned=True, abreast=kind)
+        for kind in (True, False)
     ]
     for step in range(6):
         most = 900 - 100 * step

@@ -1,4 +1,4 @@
-"""Methods that need no second moments keep 4 bytes a parameter beside what plain DDP keeps, and load nothing of them."""
+"""Methods that need no second moments keep 4 bytes a parameter beyond plain DDP, and load nothing of moments."""
 
 from __future__ import annotations
 

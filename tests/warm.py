@@ -10,7 +10,7 @@ from torch import nn
 
 from compressors.rows import ROWS
 from gradwire import VGC
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
 
@@ -30,7 +30,7 @@ def compile_methods(needing_room: bool) -> None:
     for compressor in [*words, *(row.compressor for row in ROWS.values())]:
         if compressor.needs_room != needing_room:
             continue
-        ranks = Ranks(compressor, layout, 2)
+        ranks = InProcess(compressor, layout, 2)
         for rooms in (None, (500, 10)):
             ranks.rooms = rooms
             for undo in ranks([torch.randn(layout.numel) for _ in range(2)]).undo:

@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused_on_every_rank(spawn, kind, words):
 def resumed() -> list[bool]:
     model, again = made(), made()
     wire = gradwire.attach(model, "auto", methods=["vgc:alpha=1"])
-    wire._pilot.take_over(VGC(alpha=1.0))
+    wire._chooser.take_over(VGC(alpha=1.0))
     train(model, range(6))
     state = wire.state_dict()
     other = gradwire.attach(again, "auto", methods=["vgc:alpha=1"])

@@ -12,7 +12,7 @@ from compressors.uneven import LAYOUT, N, gradient
 from gradwire import AdaComp
 from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 
 
@@ -41,7 +41,7 @@ class Worker:
 
 @pytest.mark.parametrize(("length", "convolution_length"), [(500, 50), (10, 7), (32, 1), (1, 1000)])
 def test_every_element_of_many_steps_is_that_of_the_definition(length: int, convolution_length: int) -> None:
-    ranks, worker = Ranks(AdaComp(length, convolution_length), LAYOUT), Worker(length, convolution_length)
+    ranks, worker = InProcess(AdaComp(length, convolution_length), LAYOUT), Worker(length, convolution_length)
     n_sent = 0
     for step in range(20):
         given = gradient(step)
@@ -59,7 +59,7 @@ def test_plain_torch_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, share
     for kernel in (None, reference):
         if kernel is not None:
             monkeypatch.setattr("gradwire.codec.select", lambda device: reference)
-        ranks = Ranks(AdaComp(20, 5), LAYOUT)
+        ranks = InProcess(AdaComp(20, 5), LAYOUT)
         ranks.rooms = tuple(slot.numel // share for slot in LAYOUT)
         two.append([])
         for step in range(6):
@@ -78,7 +78,7 @@ def test_plain_torch_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, share
 def test_what_has_no_room_waits_and_everybody_has_his_turn() -> None:
     """A bin of one element passes always: room for a fifth of them takes five steps and a little to go round."""
     layout = Layout.of([("one", (50,)), ("none", (3,)), ("two", (20,))])
-    ranks, seen = Ranks(AdaComp(bin=1), layout), torch.zeros(73, dtype=torch.bool)
+    ranks, seen = InProcess(AdaComp(bin=1), layout), torch.zeros(73, dtype=torch.bool)
     ranks.rooms = (10, 0, 20)
     for step in range(40):
         before = ranks.states[0].residual.clone()
@@ -103,7 +103,7 @@ def test_what_has_no_room_waits_and_everybody_has_his_turn() -> None:
 
 
 def test_the_mean_of_two_workers_is_that_of_their_own() -> None:
-    two, single = Ranks(AdaComp(20), LAYOUT, 2), [Ranks(AdaComp(20), LAYOUT) for _ in range(2)]
+    two, single = InProcess(AdaComp(20), LAYOUT, 2), [InProcess(AdaComp(20), LAYOUT) for _ in range(2)]
     for step in range(3):
         grads = [gradient(step, rank) for rank in range(2)]
         own = [ranks([grad]).mean for ranks, grad in zip(single, grads, strict=True)]
@@ -112,7 +112,7 @@ def test_the_mean_of_two_workers_is_that_of_their_own() -> None:
 
 @pytest.mark.parametrize("value", [-1.0, float("inf"), float("nan")])
 def test_a_wrong_scale_is_refused(value: float) -> None:
-    ranks = Ranks(AdaComp(), LAYOUT)
+    ranks = InProcess(AdaComp(), LAYOUT)
     context, out = ranks.context(), torch.full((N,), 7.0)
     message = ranks.compressor.encode(gradient(0), gradient(0), ranks.states[0], context).data
     message[-2:-1].view(torch.float32).fill_(value)
@@ -123,7 +123,7 @@ def test_a_wrong_scale_is_refused(value: float) -> None:
 
 
 def test_numbers_near_the_end_of_float32() -> None:
-    ranks = Ranks(AdaComp(), Layout.of([("one", (3,))]))
+    ranks = InProcess(AdaComp(), Layout.of([("one", (3,))]))
     for step in range(3):
         done = ranks([torch.tensor([3e38, -3e38, 1e-44])])
         assert bool(torch.isfinite(done.mean).all())

@@ -18,7 +18,7 @@ from gradwire import BF16, FP16, Dense
 from gradwire import codec as kernels
 from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import METHODS, Sum, from_spec, to_spec
 from gradwire.methods.base import powers, tensors
@@ -45,7 +45,7 @@ def gradient(step: int, rank: int = 0, layout: Layout = LAYOUT) -> Tensor:
     return torch.cat(parts)
 
 
-def held(ranks: Ranks, rank: int = 0) -> Tensor:
+def held(ranks: InProcess, rank: int = 0) -> Tensor:
     return ranks.states[rank].residual.clone()
 
 
@@ -54,7 +54,7 @@ def test_what_is_not_sent_is_kept(row: Row) -> None:
     if row.conserves is None:
         assert row.why
         return
-    ranks = Ranks(row.compressor, LAYOUT)
+    ranks = InProcess(row.compressor, LAYOUT)
     for step in range(STEPS):
         before, given = held(ranks), gradient(step)
         done = ranks([given])
@@ -65,7 +65,7 @@ def test_what_is_not_sent_is_kept(row: Row) -> None:
 
 @rows(ROWS)
 def test_zero_gradient(row: Row) -> None:
-    ranks = Ranks(row.compressor, LAYOUT, 2)
+    ranks = InProcess(row.compressor, LAYOUT, 2)
     for _ in range(2):
         done = ranks([torch.zeros(LAYOUT.numel)] * 2)
         assert done.finite
@@ -80,7 +80,7 @@ def flat_tensors(state: Any) -> list[Tensor]:
 @rows(ROWS)
 def test_error_is_neither_too_large_nor_too_small(row: Row) -> None:
     given = gradient(0)
-    done = Ranks(row.compressor, LAYOUT)([given])
+    done = InProcess(row.compressor, LAYOUT)([given])
     error = float((done.mean - given).norm() / given.norm())
     assert row.error[0] <= error <= row.error[1], error
 
@@ -88,7 +88,7 @@ def test_error_is_neither_too_large_nor_too_small(row: Row) -> None:
 @rows({name: row for name, row in ROWS.items() if row.odd})
 def test_negative_gradient_is_the_negative(row: Row) -> None:
     given = gradient(1)
-    one, two = (Ranks(row.compressor, LAYOUT)([sign * given]).mean for sign in (1, -1))
+    one, two = (InProcess(row.compressor, LAYOUT)([sign * given]).mean for sign in (1, -1))
     assert torch.equal(one, -two)
 
 
@@ -96,7 +96,7 @@ def test_negative_gradient_is_the_negative(row: Row) -> None:
 def test_mean_of_three_workers(row: Row) -> None:
     """Close to the mean of the gradients as far as a single worker's is; the same twice."""
     grads = [gradient(2, rank) for rank in range(3)]
-    one, two = (Ranks(row.compressor, LAYOUT, 3)(grads) for _ in range(2))
+    one, two = (InProcess(row.compressor, LAYOUT, 3)(grads) for _ in range(2))
     assert torch.equal(one.mean, two.mean)
     assert bool(torch.isfinite(one.mean).all())
     wanted = sum(grads) / 3
@@ -107,7 +107,7 @@ def test_mean_of_three_workers(row: Row) -> None:
 def test_mean_of_many_draws_is_the_gradient(row: Row) -> None:
     """Each element within Bernstein's bound, and all of them together, which shows a bias that is small everywhere."""
     given, n_draws = gradient(3), 600
-    ranks = Ranks(row.compressor, LAYOUT)
+    ranks = InProcess(row.compressor, LAYOUT)
     drawn = torch.stack([ranks([given]).mean.double() for _ in range(n_draws)])
     tops = torch.stack([slot.of(drawn.abs().amax(0)).max() for slot in LAYOUT])
     top, wrong = LAYOUT.spread(tops), 20.7  # -ln 1e-9: how likely a right method is to fail here
@@ -122,7 +122,7 @@ def test_mean_of_many_draws_is_the_gradient(row: Row) -> None:
 @rows(ROWS)
 def test_bytes_are_no_more_than_promised(row: Row) -> None:
     layout = Layout.of([("weight", (1000, 300))])
-    ranks = Ranks(row.compressor, layout)
+    ranks = InProcess(row.compressor, layout)
     ranks.rooms = tuple(slot.numel // 64 for slot in layout)
     assert ranks([gradient(0, layout=layout)]).n_bytes * 8 <= row.bits * layout.numel + 8 * 80
 
@@ -130,9 +130,9 @@ def test_bytes_are_no_more_than_promised(row: Row) -> None:
 @rows(ROWS)
 def test_buckets_do_not_matter(row: Row) -> None:
     """One bucket, or three: the same mean, bit for bit, step after step."""
-    whole = Ranks(row.compressor, LAYOUT, 2)
+    whole = InProcess(row.compressor, LAYOUT, 2)
     parts = [Layout.of((s.name, s.shape) for s in LAYOUT.slots[begin:end]) for begin, end in ((0, 3), (3, 4), (4, 8))]
-    apart = [Ranks(row.compressor, part, 2) for part in parts]
+    apart = [InProcess(row.compressor, part, 2) for part in parts]
     for step in range(3):
         grads = [gradient(step, rank) for rank in range(2)]
         together, at, pieces = whole(grads).mean, 0, []
@@ -145,7 +145,7 @@ def test_buckets_do_not_matter(row: Row) -> None:
 @rows(HOLDING)
 def test_a_bad_step_is_taken_back(row: Row) -> None:
     """Every other element keeps what it had and gets the gradient; nothing that is not finite stays."""
-    ranks = Ranks(row.compressor, LAYOUT, 2)
+    ranks = InProcess(row.compressor, LAYOUT, 2)
     ranks([gradient(0, rank) for rank in range(2)])
     before = held(ranks)
     given = gradient(1)
@@ -169,7 +169,7 @@ def before_and(row: Row, before: Tensor, good: Tensor) -> Tensor:
 
 @rows(HOLDING)
 def test_a_tensor_without_a_gradient_is_left_alone(row: Row) -> None:
-    ranks = Ranks(row.compressor, LAYOUT)
+    ranks = InProcess(row.compressor, LAYOUT)
     ranks([gradient(0)])
     before = held(ranks)
     active = torch.tensor([True, False, True, False, True, True, False, True])
@@ -182,7 +182,7 @@ def test_a_tensor_without_a_gradient_is_left_alone(row: Row) -> None:
 
 @rows(HOLDING)
 def test_a_dense_step_sends_what_is_held_back(row: Row) -> None:
-    ranks = Ranks(row.compressor, LAYOUT, 2)
+    ranks = InProcess(row.compressor, LAYOUT, 2)
     ranks([gradient(0, rank) for rank in range(2)])
     before = [held(ranks, rank) for rank in range(2)]
     grads = [gradient(1, rank) for rank in range(2)]
@@ -195,7 +195,7 @@ def test_a_dense_step_sends_what_is_held_back(row: Row) -> None:
 @rows(GATHERED)
 def test_damaged_bodies_are_refused_or_harmless(row: Row) -> None:
     """Any bits with a checksum that fits: an error, or numbers; nothing outside the result is written."""
-    ranks = Ranks(row.compressor, LAYOUT)
+    ranks = InProcess(row.compressor, LAYOUT)
     context = ranks.context()
     message = row.compressor.encode(gradient(0), gradient(0).square(), ranks.states[0], context)
     room = torch.full((LAYOUT.numel + 64,), 3.0)
@@ -226,7 +226,7 @@ def test_a_refused_message_changes_nothing(monkeypatch: pytest.MonkeyPatch, row:
 
 def check_refusals(compressor: Any, device: torch.device) -> int:
     """How often the second of three messages is refused: result and states are what they were. Else: numbers."""
-    ranks = Ranks(compressor, LAYOUT, 3, device=device)
+    ranks = InProcess(compressor, LAYOUT, 3, device=device)
     context, n_refused = ranks.context(), 0
     grads = [gradient(0, rank).to(device) for rank in range(3)]
     pairs = zip(grads, ranks.states, strict=True)

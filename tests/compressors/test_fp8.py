@@ -10,7 +10,7 @@ from torch import Tensor
 from compressors.test_contract import resealed
 from gradwire import FP8
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods.fp8 import definition as fp8
 
@@ -43,7 +43,7 @@ def numbers(format: str) -> tuple[list[float], list[int]]:
 def test_every_element_is_the_nearest_number(format: str) -> None:
     known, odd = numbers(format)
     grad = gradient(SMALL, 0)
-    mean = Ranks(FP8(format), SMALL)([grad]).mean
+    mean = InProcess(FP8(format), SMALL)([grad]).mean
     for slot in SMALL:
         part = slot.of(grad).numpy()
         scale = np.float32(np.abs(part).max(initial=0)) / np.float32(known[-1])
@@ -56,7 +56,7 @@ def test_every_element_is_the_nearest_number(format: str) -> None:
 @FORMATS
 def test_machine_code_has_the_bits_of_torch(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     def results() -> list[Tensor]:
-        ranks = Ranks(FP8(format), LAYOUT, 3)
+        ranks = InProcess(FP8(format), LAYOUT, 3)
         return [ranks([gradient(LAYOUT, 3 * step + rank) for rank in range(3)]).mean for step in range(3)]
 
     ours = results()
@@ -72,14 +72,14 @@ def test_the_ends_of_float32(monkeypatch: pytest.MonkeyPatch, format: str, size:
     """The largest goes over to rounding of the scale; of a tensor so small that its scale is not, to a step of it."""
     grad = size * torch.linspace(-1, 1, 33)
     layout = Layout.of([("weight", (33,))])
-    done = Ranks(FP8(format), layout)([grad])
+    done = InProcess(FP8(format), layout)([grad])
     assert done.finite
     assert bool(torch.isfinite(done.mean).all())
     error = (done.mean - grad).abs().max() / size
     assert float(error) <= (0.07 if format == "e4m3" else 0.13) or size < 1e-36
     with monkeypatch.context() as patch:
         patch.setattr(fp8, "compiles", lambda device: False)
-        assert torch.equal(Ranks(FP8(format), layout)([grad]).mean, done.mean)
+        assert torch.equal(InProcess(FP8(format), layout)([grad]).mean, done.mean)
 
 
 @FORMATS
@@ -87,7 +87,7 @@ def test_the_ends_of_float32(monkeypatch: pytest.MonkeyPatch, format: str, size:
 def test_a_code_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, format: str, compiled: bool) -> None:
     if not compiled:
         monkeypatch.setattr(fp8, "compiles", lambda device: False)
-    ranks = Ranks(FP8(format), SMALL)
+    ranks = InProcess(FP8(format), SMALL)
     context = ranks.context()
     for code in (0x7F, 0xFF) if format == "e4m3" else (0x7C, 0x7D, 0x7F, 0xFC, 0xFF):
         message = FP8(format).encode(gradient(SMALL, 0), torch.empty(0), ranks.states[0], context).data
@@ -101,7 +101,7 @@ def test_a_code_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, fo
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), 3e38, 8e35])
 def test_a_scale_that_cannot_be_is_refused(format: str, scale: float) -> None:
     """Also a finite one whose product with the format's largest number is not, whatever the codes are."""
-    ranks = Ranks(FP8(format), SMALL)
+    ranks = InProcess(FP8(format), SMALL)
     context = ranks.context()
     message = FP8(format).encode(gradient(SMALL, 0), torch.empty(0), ranks.states[0], context).data
     message[10] = torch.tensor(scale).view(torch.int32)

@@ -13,7 +13,7 @@ from compressors.test_contract import resealed
 from compressors.uneven import LAYOUT, N, gradient
 from gradwire import MomentumDCT
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import CPU, Ranks
+from gradwire.exchange.in_process import CPU, InProcess
 from gradwire.layout import Layout
 from gradwire.methods.momentum_dct.cosine import Tiles
 
@@ -59,7 +59,7 @@ class Worker:
 @pytest.mark.parametrize(("chunk", "k", "momentum"), [(8, 3, 0.999), (64, 5, 0.9), (5, 1, 1.0), (1, 2, 0.5)])
 def test_every_element_of_some_steps_is_that_of_the_definition(chunk: int, k: int, momentum: float) -> None:
     """To what float32 rounds off in a transform."""
-    ranks, worker = Ranks(MomentumDCT(chunk, k, momentum), LAYOUT), Worker(chunk, k, momentum)
+    ranks, worker = InProcess(MomentumDCT(chunk, k, momentum), LAYOUT), Worker(chunk, k, momentum)
     for step in range(4):
         expected = worker.step(gradient(step).numpy().astype(np.float64))
         done = ranks([gradient(step)])
@@ -69,7 +69,7 @@ def test_every_element_of_some_steps_is_that_of_the_definition(chunk: int, k: in
 
 
 def test_what_is_not_sent_stays_in_the_momentum() -> None:
-    ranks = Ranks(MomentumDCT(chunk=8, k=2, momentum=0.9), LAYOUT)
+    ranks = InProcess(MomentumDCT(chunk=8, k=2, momentum=0.9), LAYOUT)
     for step in range(5):
         before = ranks.states[0].residual.clone()
         done = ranks([gradient(step)])
@@ -79,7 +79,7 @@ def test_what_is_not_sent_stays_in_the_momentum() -> None:
 
 
 def test_a_bad_step_leaves_the_momentum_with_the_gradient_in_it() -> None:
-    ranks = Ranks(MomentumDCT(chunk=8, momentum=0.9), LAYOUT)
+    ranks = InProcess(MomentumDCT(chunk=8, momentum=0.9), LAYOUT)
     ranks([gradient(0)])
     before, given = ranks.states[0].residual.clone(), gradient(1)
     given[3] = torch.nan
@@ -89,7 +89,7 @@ def test_a_bad_step_leaves_the_momentum_with_the_gradient_in_it() -> None:
 
 
 def test_a_dense_step_sends_the_whole_momentum() -> None:
-    ranks = Ranks(MomentumDCT(chunk=8, momentum=0.9), LAYOUT)
+    ranks = InProcess(MomentumDCT(chunk=8, momentum=0.9), LAYOUT)
     ranks([gradient(0)])
     active = torch.tensor([True, False, True, True, True, False, True])
     live = LAYOUT.spread(active)
@@ -101,8 +101,8 @@ def test_a_dense_step_sends_the_whole_momentum() -> None:
 
 def test_the_mean_of_two_workers_and_its_sign() -> None:
     options = {"chunk": 8, "k": 3}
-    both, signs = (Ranks(MomentumDCT(**options, sign=sign), LAYOUT, 2) for sign in (False, True))
-    single = [Ranks(MomentumDCT(**options), LAYOUT) for _ in range(2)]
+    both, signs = (InProcess(MomentumDCT(**options, sign=sign), LAYOUT, 2) for sign in (False, True))
+    single = [InProcess(MomentumDCT(**options), LAYOUT) for _ in range(2)]
     for step in range(3):
         grads = [gradient(step, rank) for rank in range(2)]
         own = [ranks([grad]).mean for ranks, grad in zip(single, grads, strict=True)]
@@ -113,7 +113,7 @@ def test_the_mean_of_two_workers_and_its_sign() -> None:
 
 def test_all_components_are_the_gradient_in_eight_bits() -> None:
     given = gradient(0)
-    error = Ranks(MomentumDCT(chunk=8, k=64), LAYOUT)([given]).mean - given
+    error = InProcess(MomentumDCT(chunk=8, k=64), LAYOUT)([given]).mean - given
     assert 1e-4 < float(error.norm() / given.norm()) < 2**-8
 
 
@@ -140,7 +140,7 @@ def test_bytes_are_those_of_amplitude_and_place() -> None:
 def test_places_and_amplitudes_that_cannot_be_are_refused(field: int) -> None:
     """Beyond the tile, not a number, infinite, larger than anybody sends."""
     layout = Layout.of([("one", (33,))])
-    ranks = Ranks(MomentumDCT(chunk=33, k=1), layout)
+    ranks = InProcess(MomentumDCT(chunk=33, k=1), layout)
     context = ranks.context()
     message = ranks.compressor.encode(torch.ones(33), torch.ones(33), ranks.states[0], context).data
     message[-1] = field
@@ -151,7 +151,7 @@ def test_places_and_amplitudes_that_cannot_be_are_refused(field: int) -> None:
 
 def test_numbers_near_the_end_of_float32() -> None:
     """What is too large for one message waits; nothing that is not finite is made of it."""
-    ranks = Ranks(MomentumDCT(chunk=8, k=3), LAYOUT)
+    ranks = InProcess(MomentumDCT(chunk=8, k=3), LAYOUT)
     given = gradient(0)
     given[-40:] = 3e38
     for one in (given, gradient(1), gradient(2)):
@@ -160,7 +160,7 @@ def test_numbers_near_the_end_of_float32() -> None:
 
 
 def test_sent_is_counted_in_components() -> None:
-    compressor, context = MomentumDCT(chunk=8, k=3), Ranks(MomentumDCT(chunk=8), LAYOUT).context()
+    compressor, context = MomentumDCT(chunk=8, k=3), InProcess(MomentumDCT(chunk=8), LAYOUT).context()
     message = compressor.encode(gradient(0), gradient(0), compressor.init(LAYOUT, CPU), context)
     assert message.sent is not None
     assert message.sent.tolist() == [5 * 3, 1, 1, 2 * 3, 0, 4 * 3, 12 * 3]

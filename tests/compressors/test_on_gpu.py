@@ -7,7 +7,7 @@ import torch
 
 from compressors.rows import ROWS
 from compressors.test_contract import GATHERED, LAYOUT, check_refusals, gradient
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.methods import MomentumDCT, PowerSGD, Sum, TopK
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ def test_a_gpu_does_what_the_cpu_does(name: str) -> None:
     """Bit for bit, but for methods with matrix products and for sums in half precision."""
     compressor = ROWS[name].compressor
     rounds = isinstance(compressor, PowerSGD | MomentumDCT | Sum)
-    cpu, gpu = (Ranks(compressor, LAYOUT, 3, device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    cpu, gpu = (InProcess(compressor, LAYOUT, 3, device=torch.device(kind)) for kind in ("cpu", "cuda"))
     for step in range(4):
         grads = [gradient(step, rank) for rank in range(3)]
         wanted, found = cpu(grads), gpu([grad.cuda() for grad in grads], [grad.square().cuda() / 4 for grad in grads])
@@ -33,7 +33,7 @@ def test_a_gpu_does_what_the_cpu_does(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_bad_value_on_a_gpu(name: str) -> None:
-    ranks = Ranks(ROWS[name].compressor, LAYOUT, 2, device=torch.device("cuda"))
+    ranks = InProcess(ROWS[name].compressor, LAYOUT, 2, device=torch.device("cuda"))
     grads = [gradient(0, rank).cuda() for rank in range(2)]
     grads[1][7] = torch.nan
     done = ranks(grads)
@@ -54,7 +54,7 @@ def test_a_refused_message_changes_nothing_on_a_gpu(name: str) -> None:
 def test_a_graph_of_all_workers_on_a_gpu(name: str) -> None:
     """Of methods whose steps are all alike: what the same workers do without a graph, and a bad value is taken back."""
     compressor, cuda = ROWS[name].compressor, torch.device("cuda")
-    plain, graph = (Ranks(compressor, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
+    plain, graph = (InProcess(compressor, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
     held = torch.zeros(3, LAYOUT.numel, device=cuda)
     for step in range(6):
         grads = torch.stack([gradient(step, rank) for rank in range(3)]).cuda()
@@ -77,7 +77,7 @@ def test_a_graph_of_all_workers_on_a_gpu(name: str) -> None:
 def test_a_graph_goes_on_with_other_options_on_a_gpu() -> None:
     """What a density that falls over a run does, and a simulation that goes on from a checkpoint: new tables."""
     cuda, first = torch.device("cuda"), TopK(density=0.2, exact=True)
-    plain, graph = (Ranks(first, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
+    plain, graph = (InProcess(first, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
     plain.number = graph.number = 5
     held = torch.zeros(3, LAYOUT.numel, device=cuda)
     for step in range(10):

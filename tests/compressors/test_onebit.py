@@ -12,7 +12,7 @@ from torch import Tensor
 from compressors.test_contract import resealed
 from gradwire import OneBit
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 
 SHAPES: list[tuple[int, ...]] = [(33,), (4, 3, 3), (), (0, 2), (5, 17)]
@@ -42,7 +42,7 @@ def mean(values: list[float]) -> float:
 
 
 def test_every_element_of_many_steps_is_that_of_the_paper() -> None:
-    ranks = Ranks(OneBit(), LAYOUT)
+    ranks = InProcess(OneBit(), LAYOUT)
     r = [0.0] * LAYOUT.numel
     for step in range(20):
         grad = gradient(step)
@@ -60,14 +60,14 @@ def test_every_element_of_many_steps_is_that_of_the_paper() -> None:
 def test_columns_of_zeros_and_of_one_sign() -> None:
     layout = Layout.of([("weight", (4, 3))])
     grad = torch.tensor([[0.0, 0, -0.0], [1, 2, 3], [-1, -2, -3], [0, 0, -6]])
-    ranks = Ranks(OneBit(), layout)
+    ranks = InProcess(OneBit(), layout)
     sent = torch.tensor([[0.0, 0, 0], [2, 2, 2], [-2, -2, -2], [0, 0, -6]])
     assert torch.equal(ranks([grad.flatten()]).mean, sent.flatten())
     assert torch.equal(ranks.states[0].residual, (grad - sent).flatten())
 
 
 def test_a_vector_is_one_column() -> None:
-    done = Ranks(OneBit(), Layout.of([("bias", (4,))]))([torch.tensor([1.0, 3, -1, -5])])
+    done = InProcess(OneBit(), Layout.of([("bias", (4,))]))([torch.tensor([1.0, 3, -1, -5])])
     assert done.mean.tolist() == [2, 2, -3, -3]
     assert OneBit().body_words(Layout.of([("bias", (4,))])) == 3
 
@@ -78,7 +78,7 @@ def test_one_bit_an_element_and_two_words_a_column() -> None:
 
 @pytest.mark.parametrize(("place", "value"), [(0, -1.0), (0, math.nan), (11, 1.0), (11, -math.inf)])
 def test_means_that_cannot_be_are_refused(place: int, value: float) -> None:
-    ranks = Ranks(OneBit(), LAYOUT)
+    ranks = InProcess(OneBit(), LAYOUT)
     context = ranks.context()
     message = OneBit().encode(gradient(0), gradient(0), ranks.states[0], context).data
     message[10 + place] = torch.tensor(value).view(torch.int32)
@@ -88,7 +88,7 @@ def test_means_that_cannot_be_are_refused(place: int, value: float) -> None:
 
 
 def test_what_it_says_it_sent() -> None:
-    ranks = Ranks(OneBit(), LAYOUT)
+    ranks = InProcess(OneBit(), LAYOUT)
     context = ranks.context()
     message = OneBit().encode(gradient(0), gradient(0), ranks.states[0], context)
     out = torch.empty(LAYOUT.numel)

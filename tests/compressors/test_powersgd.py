@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gradwire
 from gradwire import PowerSGD, from_spec
-from gradwire.exchange.in_process import CPU, Ranks
+from gradwire.exchange.in_process import CPU, InProcess
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import RoomPlan
 from gradwire.exchange.step import Part, Step
@@ -74,7 +74,7 @@ def orthogonal(matrix: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 @pytest.mark.parametrize("rank", [1, 2, 5])
 def test_every_element_is_the_papers(rank: int, warm_start: bool, world_size: int) -> None:
     method = PowerSGD(rank, warm_start, min_compression=1.0)
-    ranks, oracle = Ranks(method, LAYOUT, world_size), Oracle(method, LAYOUT, world_size)
+    ranks, oracle = InProcess(method, LAYOUT, world_size), Oracle(method, LAYOUT, world_size)
     assert len(oracle.queries) == {1: 4, 2: 4, 5: 3}[rank]
     for step in range(6):
         grads = [gradient(step, worker) for worker in range(world_size)]
@@ -87,7 +87,7 @@ def test_every_element_is_the_papers(rank: int, warm_start: bool, world_size: in
 
 def test_a_matrix_of_low_rank_arrives_whole() -> None:
     """Rank 2 sent with rank 4: the two rows too many find no direction, and nothing is divided by zero."""
-    ranks = Ranks(PowerSGD(rank=4), MATRIX, 2)
+    ranks = InProcess(PowerSGD(rank=4), MATRIX, 2)
     left, right = torch.randn(40, 2), torch.randn(2, 24)
     for step in range(4):
         given = (left @ right).flatten() * (step + 1)
@@ -95,14 +95,14 @@ def test_a_matrix_of_low_rank_arrives_whole() -> None:
         torch.testing.assert_close(done.mean, 2 * given, rtol=1e-5, atol=1e-4)
     full = torch.randn(MATRIX.numel)
     before = (full - ranks([full, full]).mean).norm()
-    again = Ranks(PowerSGD(rank=4), MATRIX, 2)
+    again = InProcess(PowerSGD(rank=4), MATRIX, 2)
     assert float(before) < 1.1 * float((full - again([full, full]).mean).norm())  # all four rows are in use again
 
 
 def test_zeros_do_not_end_the_search() -> None:
     """A zero basis would stay zero: nothing would ever be sent again."""
-    ranks, given = Ranks(PowerSGD(rank=2), MATRIX, 2), gradient(0, layout=MATRIX)
-    fresh = Ranks(PowerSGD(rank=2), MATRIX, 2)([given] * 2).mean
+    ranks, given = InProcess(PowerSGD(rank=2), MATRIX, 2), gradient(0, layout=MATRIX)
+    fresh = InProcess(PowerSGD(rank=2), MATRIX, 2)([given] * 2).mean
     for _ in range(3):
         done = ranks([torch.zeros(MATRIX.numel)] * 2)
         assert done.finite
@@ -117,7 +117,7 @@ def test_zeros_do_not_end_the_search() -> None:
 @pytest.mark.parametrize("exponent", [-110, -60, 60])
 def test_the_size_of_a_gradient_does_not_matter(exponent: int) -> None:
     """By powers of two: no product of a small gradient with a small basis falls out of float32."""
-    one, other = (Ranks(PowerSGD(rank=2), MATRIX, 2) for _ in range(2))
+    one, other = (InProcess(PowerSGD(rank=2), MATRIX, 2) for _ in range(2))
     for step in range(4):
         grads = [gradient(step, rank, MATRIX) for rank in range(2)]
         expected = one(grads).mean.double() * 2.0**exponent
@@ -153,7 +153,7 @@ def test_three_workers_lose_nothing_together(uneven: bool) -> None:
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("place", [0, 7, 605, LAYOUT.numel - 1])
 def test_one_bad_value_spoils_one_step_only(bad: float, place: int) -> None:
-    ranks = Ranks(PowerSGD(rank=2), LAYOUT, 2)
+    ranks = InProcess(PowerSGD(rank=2), LAYOUT, 2)
     ranks([gradient(0, rank) for rank in range(2)])
     before = ranks.snapshot()
     spoiled = [gradient(1, rank) for rank in range(2)]
@@ -173,7 +173,7 @@ def test_one_bad_value_spoils_one_step_only(bad: float, place: int) -> None:
 
 def test_a_zero_in_the_basis_hides_no_bad_value() -> None:
     """An input that was always zero has zeros in Q; inf times zero is NaN and still reaches the sum."""
-    ranks = Ranks(PowerSGD(rank=2), MATRIX, 2)
+    ranks = InProcess(PowerSGD(rank=2), MATRIX, 2)
     given = gradient(0, layout=MATRIX).view(40, 24)
     given[:, 5] = 0
     ranks([given.flatten()] * 2)
@@ -185,7 +185,7 @@ def test_a_zero_in_the_basis_hides_no_bad_value() -> None:
 
 def test_a_good_step_that_is_taken_back() -> None:
     """A GradScaler may leave a step out because of another model: r + g to rounding, and the old basis."""
-    ranks = Ranks(PowerSGD(rank=2), LAYOUT, 2)
+    ranks = InProcess(PowerSGD(rank=2), LAYOUT, 2)
     ranks([gradient(0, rank) for rank in range(2)])
     before, grads = ranks.snapshot(), [gradient(1, rank) for rank in range(2)]
     done = ranks(grads)
@@ -214,7 +214,7 @@ def test_the_start_is_normal_and_belongs_to_the_parameter() -> None:
 
 def test_a_cold_start_draws_anew_in_every_step() -> None:
     given = gradient(0, layout=MATRIX)
-    ranks = Ranks(PowerSGD(rank=2, warm_start=False), MATRIX)
+    ranks = InProcess(PowerSGD(rank=2, warm_start=False), MATRIX)
     assert not hasattr(ranks.states[0], "basis")
     means = []
     for _ in range(3):
@@ -230,7 +230,7 @@ def test_a_warm_start_finds_the_best_low_rank_matrix() -> None:
     given = torch.randn(40, 24) @ torch.diag(0.8 ** torch.arange(24.0)) @ torch.linalg.qr(torch.randn(24, 24))[0]
     u, s, v = torch.linalg.svd(given)
     best = (given - u[:, :3] @ torch.diag(s[:3]) @ v[:3]).norm()
-    ranks, errors = Ranks(PowerSGD(rank=3), MATRIX), []
+    ranks, errors = InProcess(PowerSGD(rank=3), MATRIX), []
     for _ in range(30):
         errors.append(float((given - ranks([given.flatten()]).mean.view(40, 24)).norm() / best))
         ranks.states[0].residual.zero_()
@@ -240,7 +240,7 @@ def test_a_warm_start_finds_the_best_low_rank_matrix() -> None:
 
 def test_bytes_are_those_of_two_thin_matrices_and_the_rest() -> None:
     layout = Layout.of([("a", (100, 60)), ("b", (100,)), ("c", (10, 10)), ("d", (32, 8, 3, 3))])
-    done = Ranks(PowerSGD(rank=2), layout)([gradient(0, layout=layout)])
+    done = InProcess(PowerSGD(rank=2), layout)([gradient(0, layout=layout)])
     assert done.n_bytes == 4 * (2 * 160 + 100 + 2 * 20 + 2 * (32 + 72))
 
 
@@ -249,7 +249,7 @@ def test_a_tensor_that_gains_too_little_goes_as_it_is() -> None:
     assert not PowerSGD(rank=2).init(layout, CPU).basis  # 2 (8 + 8) 2 = 64 = 8 x 8
     assert list(PowerSGD(rank=2, min_compression=1.9).init(layout, CPU).basis) == ["even"]
     given = gradient(0, layout=layout)
-    assert torch.equal(Ranks(PowerSGD(rank=2), layout)([given]).mean, given)
+    assert torch.equal(InProcess(PowerSGD(rank=2), layout)([given]).mean, given)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gradwire import QSGD
 from gradwire.arithmetic import draws
 from gradwire.codec import fields, reference
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import Context
 from gradwire.methods.qsgd import definition as qsgd
@@ -51,7 +51,7 @@ def oracle(method: QSGD, grad: Tensor, step: int, rank: int) -> list[float]:
 def test_every_element_is_as_the_paper_says(method):
     """Float32 may round a level that is within 1e-6 of a draw the other way: none of these few is."""
     for step in range(3):
-        ranks = Ranks(method, LAYOUT)
+        ranks = InProcess(method, LAYOUT)
         ranks.number = step
         decoded = ranks([gradient(step)]).mean
         expected = torch.tensor(oracle(method, gradient(step), step, 0))
@@ -90,7 +90,7 @@ def test_ranks_round_independently():
     """So that the mean over W ranks has a W-th of the variance; with the same draws it would have all of it."""
     layout = Layout.of([("weight", (20000,))])
     grad, n_ranks = torch.randn(20000, generator=torch.Generator().manual_seed(0)), 8
-    errors = [float((Ranks(QSGD(), layout, n)([grad] * n).mean - grad).square().sum()) for n in (1, n_ranks)]
+    errors = [float((InProcess(QSGD(), layout, n)([grad] * n).mean - grad).square().sum()) for n in (1, n_ranks)]
     assert 0.9 / n_ranks < errors[1] / errors[0] < 1.1 / n_ranks
 
 

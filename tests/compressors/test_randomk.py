@@ -11,7 +11,7 @@ import torch
 from gradwire import RandomK
 from gradwire.arithmetic.shuffle import chosen
 from gradwire.codec.quota import Quota
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import Context
 
@@ -26,7 +26,7 @@ def gradient(step: int, rank: int) -> torch.Tensor:
 
 def test_every_element_of_several_steps() -> None:
     method, n_workers = RandomK(density=0.2, seed=5), 2
-    ranks = Ranks(method, LAYOUT, n_workers)
+    ranks = InProcess(method, LAYOUT, n_workers)
     residuals = [torch.zeros(LAYOUT.numel) for _ in range(n_workers)]
     met = set()
     for step in range(8):
@@ -52,14 +52,14 @@ def test_every_element_of_several_steps() -> None:
 def test_no_place_is_sent() -> None:
     """32 bits a sent element."""
     layout = Layout.of([("weight", (1000, 100))])
-    done = Ranks(RandomK(density=0.01), layout, 2)([torch.ones(layout.numel)] * 2)
+    done = InProcess(RandomK(density=0.01), layout, 2)([torch.ones(layout.numel)] * 2)
     assert done.n_bytes == 4 * 1000
     assert float(done.mean.sum()) == 1000
 
 
 def test_a_bad_value_that_is_not_drawn_reaches_every_rank() -> None:
     for place in range(0, LAYOUT.numel, 7):
-        ranks = Ranks(RandomK(density=0.01), LAYOUT, 2)
+        ranks = InProcess(RandomK(density=0.01), LAYOUT, 2)
         bad = gradient(0, 0)
         bad[place] = torch.nan
         assert not ranks([gradient(0, 1), bad]).finite

@@ -13,7 +13,7 @@ from torch import Tensor
 from compressors.test_contract import resealed
 from gradwire import SignSGD
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 
 SHAPES: list[tuple[int, ...]] = [(33,), (4, 9), (), (0,), (65,)]
@@ -34,7 +34,7 @@ def sign(x: float, step: int) -> int:
 
 @pytest.mark.parametrize("feedback", [True, False])
 def test_every_element_of_many_steps_is_that_of_the_paper(feedback: bool) -> None:
-    ranks = Ranks(SignSGD(feedback=feedback), LAYOUT)
+    ranks = InProcess(SignSGD(feedback=feedback), LAYOUT)
     r = [0.0] * LAYOUT.numel
     for step in range(20):
         grad = gradient(step)
@@ -53,7 +53,7 @@ def test_every_element_of_many_steps_is_that_of_the_paper(feedback: bool) -> Non
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
 def test_the_vote_is_the_sign_of_most(workers: int) -> None:
-    ranks = Ranks(VOTE, LAYOUT, workers)
+    ranks = InProcess(VOTE, LAYOUT, workers)
     seen = set()
     for step in range(6):
         grads = [gradient(step, rank) for rank in range(workers)]
@@ -70,7 +70,7 @@ def test_a_tensor_of_zeros_does_not_vote() -> None:
     for grad in grads[1:]:
         LAYOUT.slots[0].of(grad).zero_()
     LAYOUT.slots[1].of(grads[0]).zero_()
-    mean = Ranks(VOTE, LAYOUT, 3)(grads).mean
+    mean = InProcess(VOTE, LAYOUT, 3)(grads).mean
     first, second = LAYOUT.slots[0], LAYOUT.slots[1]
     assert torch.equal(first.of(mean), torch.where(first.of(grads[0]) < 0, -1.0, 1.0))
     both = second.of(grads[1]).ge(0).float() + second.of(grads[2]).ge(0).float() - 1
@@ -79,7 +79,7 @@ def test_a_tensor_of_zeros_does_not_vote() -> None:
 
 def test_a_tensor_without_a_gradient_does_not_vote() -> None:
     active = torch.tensor([False, True, True, True, False])
-    mean = Ranks(VOTE, LAYOUT, 2)([gradient(0)] * 2, active=active).mean
+    mean = InProcess(VOTE, LAYOUT, 2)([gradient(0)] * 2, active=active).mean
     idle = ~LAYOUT.spread(active)
     assert not mean[idle].any()
     assert bool(mean[~idle].all())
@@ -91,7 +91,7 @@ def test_zeros_among_others_go_nowhere_in_two_steps(compressor: SignSGD) -> None
     layout = Layout.of([("embedding", (40, 8))])
     grad = torch.zeros(40, 8)
     grad[:3] = torch.tensor([1.0, -2.0, 1.5]).view(3, 1)
-    ranks = Ranks(compressor, layout)
+    ranks = InProcess(compressor, layout)
     total = sum(ranks([grad.flatten()]).mean for _ in range(2)).view(40, 8)
     assert not total[3:].any()
     assert bool((total[:3].sign() == grad[:3].sign()).all())
@@ -99,7 +99,7 @@ def test_zeros_among_others_go_nowhere_in_two_steps(compressor: SignSGD) -> None
 
 @pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
 def test_a_scale_that_cannot_be_is_refused(scale: float) -> None:
-    ranks = Ranks(SignSGD(), LAYOUT, 2)
+    ranks = InProcess(SignSGD(), LAYOUT, 2)
     context = ranks.context()
     messages = torch.stack([SignSGD().encode(gradient(0), gradient(0), state, context).data for state in ranks.states])
     messages[1, 12] = torch.tensor(scale).view(torch.int32)
@@ -115,7 +115,7 @@ def test_one_bit_an_element_and_a_word_a_tensor(compressor: SignSGD, words: int)
 
 @pytest.mark.parametrize("compressor", [SignSGD(), SignSGD(feedback=False), VOTE])
 def test_what_it_says_it_sent(compressor: SignSGD) -> None:
-    ranks = Ranks(compressor, LAYOUT)
+    ranks = InProcess(compressor, LAYOUT)
     context = ranks.context()
     message: Any = compressor.encode(gradient(0), gradient(0), ranks.states[0], context)
     out = torch.empty(LAYOUT.numel)

@@ -8,7 +8,7 @@ import torch
 
 from gradwire import Strom, from_spec
 from gradwire.codec import reference
-from gradwire.exchange.in_process import CPU, Ranks
+from gradwire.exchange.in_process import CPU, InProcess
 from gradwire.layout import Layout
 from gradwire.methods.base import powers, tensors
 
@@ -25,7 +25,7 @@ def gradient(step: int) -> torch.Tensor:
 @pytest.mark.parametrize("wire", ["compact", "words"])
 @pytest.mark.parametrize("tau", [0.25, 0.1, 0.03])
 def test_every_element_of_many_steps_is_that_of_the_definition(tau: float, wire: str) -> None:
-    ranks, r, threshold = Ranks(Strom(tau, wire), LAYOUT), np.zeros(N, np.float32), np.float32(tau)
+    ranks, r, threshold = InProcess(Strom(tau, wire), LAYOUT), np.zeros(N, np.float32), np.float32(tau)
     n_sent = 0
     for step in range(30):
         given = gradient(step)
@@ -43,7 +43,7 @@ def test_every_element_of_many_steps_is_that_of_the_definition(tau: float, wire:
 
 
 def test_a_residual_of_tau_waits() -> None:
-    ranks = Ranks(Strom(0.5), Layout.of([("one", (3,))]))
+    ranks = InProcess(Strom(0.5), Layout.of([("one", (3,))]))
     assert ranks([torch.tensor([0.5, -0.5, 0.50001])]).mean.tolist() == [0, 0, 0.5]
     assert ranks([torch.tensor([0.25, -0.25, 0.0])]).mean.tolist() == [0.5, -0.5, 0]
 
@@ -51,7 +51,7 @@ def test_a_residual_of_tau_waits() -> None:
 @pytest.mark.parametrize("tau", [2.0**-62, 1e-18, 3e18, 2.0**62])
 def test_the_smallest_and_the_largest_threshold(tau: float) -> None:
     """The kernels square r and tau: neither end is rounded to nothing or to infinity."""
-    ranks = Ranks(Strom(tau), Layout.of([("one", (4,))]))
+    ranks = InProcess(Strom(tau), Layout.of([("one", (4,))]))
     given = torch.tensor([1.5 * tau, -1.5 * tau, 0.5 * tau, 3e38])
     assert ranks([given]).mean.tolist() == pytest.approx([tau, -tau, 0, tau])
     assert not ranks.states[0].variance.any()
@@ -61,7 +61,7 @@ def test_the_smallest_and_the_largest_threshold(tau: float) -> None:
 def test_the_zeros_stay_zeros(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     if not compiled:
         monkeypatch.setattr("gradwire.codec.select", lambda device: reference)
-    ranks = Ranks(Strom(0.05), LAYOUT)
+    ranks = InProcess(Strom(0.05), LAYOUT)
     for step in range(5):
         ranks.rooms = tuple(size // (1 + step) for size in SIZES)  # room for some of those that pass
         done = ranks([gradient(step)])

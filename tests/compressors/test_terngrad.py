@@ -12,7 +12,7 @@ from gradwire import TernGrad
 from gradwire.arithmetic import draws
 from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import Context
 from gradwire.methods.terngrad import definition as terngrad
@@ -45,7 +45,7 @@ def oracle(method: TernGrad, grad: Tensor, step: int) -> list[float]:
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_every_element_is_as_the_paper_says(method):
     for step in range(3):
-        ranks = Ranks(method, LAYOUT)
+        ranks = InProcess(method, LAYOUT)
         ranks.number = step
         expected = torch.tensor(oracle(method, gradient(step), step), dtype=torch.float32)
         torch.testing.assert_close(ranks([gradient(step)]).mean, expected, rtol=1e-6, atol=0)
@@ -81,7 +81,7 @@ def test_a_constant_tensor_is_not_clipped(value, numel):
     """It has no deviation: clipped to that, its parameter would never learn."""
     layout = Layout.of([("weight", (numel,))])
     grad = torch.full((numel,), value)
-    assert torch.equal(Ranks(TernGrad(), layout)([grad]).mean, grad)
+    assert torch.equal(InProcess(TernGrad(), layout)([grad]).mean, grad)
 
 
 def test_the_deviation_is_not_lost_beside_a_large_mean():
@@ -95,7 +95,7 @@ def test_ranks_round_independently():
     layout = Layout.of([("weight", (20000,))])
     grad, n_ranks = torch.randn(20000, generator=torch.Generator().manual_seed(0)), 8
     method = TernGrad(clip=None)
-    errors = [float((Ranks(method, layout, n)([grad] * n).mean - grad).square().sum()) for n in (1, n_ranks)]
+    errors = [float((InProcess(method, layout, n)([grad] * n).mean - grad).square().sum()) for n in (1, n_ranks)]
     assert 0.9 / n_ranks < errors[1] / errors[0] < 1.1 / n_ranks
 
 

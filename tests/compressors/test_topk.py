@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwire import TopK, from_spec
 from gradwire.codec import reference
 from gradwire.errors import MessageError
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import Context
 
@@ -68,7 +68,7 @@ class Worker:
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
 @pytest.mark.parametrize("n_workers", [1, 2])
 def test_every_element_of_several_steps(options: dict[str, Any], n_workers: int) -> None:
-    ranks, workers = Ranks(TopK(**options), LAYOUT, n_workers), [Worker(**options) for _ in range(n_workers)]
+    ranks, workers = InProcess(TopK(**options), LAYOUT, n_workers), [Worker(**options) for _ in range(n_workers)]
     for step in range(6):
         grads = [gradient(step, rank) for rank in range(n_workers)]
         done = ranks(grads)
@@ -82,7 +82,7 @@ def test_every_element_of_several_steps(options: dict[str, Any], n_workers: int)
 
 
 def test_undo_gives_residual_and_velocity_back() -> None:
-    ranks = Ranks(TopK(density=0.1, momentum=0.5), LAYOUT)
+    ranks = InProcess(TopK(density=0.1, momentum=0.5), LAYOUT)
     ranks([gradient(0, 0)])
     before = [tensor.clone() for tensor in ranks.snapshot()[0]]
     done = ranks([gradient(1, 0)])
@@ -93,7 +93,7 @@ def test_undo_gives_residual_and_velocity_back() -> None:
 
 
 def test_a_tensor_without_a_gradient_keeps_its_velocity() -> None:
-    ranks, idle = Ranks(TopK(density=0.1, momentum=0.5), LAYOUT), LAYOUT.slots[3]
+    ranks, idle = InProcess(TopK(density=0.1, momentum=0.5), LAYOUT), LAYOUT.slots[3]
     ranks([gradient(0, 0)])
     before = [idle.of(tensor).clone() for tensor in ranks.snapshot()[0]]
     active = torch.tensor([slot is not idle for slot in LAYOUT])
@@ -106,7 +106,7 @@ def test_a_tensor_without_a_gradient_keeps_its_velocity() -> None:
 
 
 def test_a_dense_step_sends_the_momentum_and_ends_it() -> None:
-    ranks = Ranks(TopK(density=0.1, momentum=0.5), LAYOUT)
+    ranks = InProcess(TopK(density=0.1, momentum=0.5), LAYOUT)
     ranks([gradient(0, 0)])
     residual, velocity = ranks.snapshot()[0]
     done = ranks([gradient(1, 0)], dense=True)
@@ -118,7 +118,7 @@ def test_density_falls_in_the_warm_up() -> None:
     method = TopK(density=0.25 / 16, warmup=4)
     assert [method.density_of(step) for step in range(6)] == [0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.015625]
     assert TopK(density=0.5, warmup=4).density_of(0) == 0.5
-    ranks = Ranks(method, Layout.of([("weight", (40_000,))]))
+    ranks = InProcess(method, Layout.of([("weight", (40_000,))]))
     grad = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
     lengths, counts = [], []
     for _ in range(6):

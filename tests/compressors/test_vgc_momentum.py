@@ -14,7 +14,7 @@ import gradwire
 import scenes
 from gradwire import VGC, TopK
 from gradwire.codec import reference
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import Context
 from gradwire.methods.vgc import VGCState
@@ -30,12 +30,12 @@ def gradient(step: int) -> Tensor:
     return torch.randn(LAYOUT.numel, generator=generator) + 0.2
 
 
-def stepped(ranks: Ranks, step: int, **options: Any) -> Any:
+def stepped(ranks: InProcess, step: int, **options: Any) -> Any:
     return ranks([gradient(step)], [MOMENT], **options)
 
 
 def test_undo_gives_all_three_back() -> None:
-    ranks = Ranks(METHOD, LAYOUT)
+    ranks = InProcess(METHOD, LAYOUT)
     stepped(ranks, 0)
     residual, variance, velocity = ranks.snapshot()[0]
     done = stepped(ranks, 1)
@@ -50,7 +50,7 @@ def test_undo_gives_all_three_back() -> None:
 
 
 def test_what_finds_no_room_keeps_its_velocity() -> None:
-    ranks = Ranks(METHOD, LAYOUT)
+    ranks = InProcess(METHOD, LAYOUT)
     ranks.rooms = (3, 0, 5)
     done = stepped(ranks, 0)
     sent = done.mean != 0
@@ -60,7 +60,7 @@ def test_what_finds_no_room_keeps_its_velocity() -> None:
 
 def test_a_dense_step_sends_the_velocity_and_keeps_it() -> None:
     """A training with dense steps alone is one by momentum SGD."""
-    ranks, velocity = Ranks(METHOD, LAYOUT), torch.zeros(LAYOUT.numel)
+    ranks, velocity = InProcess(METHOD, LAYOUT), torch.zeros(LAYOUT.numel)
     for step in range(4):
         done = stepped(ranks, step, dense=True)
         velocity = velocity * 0.5 + gradient(step)
@@ -69,7 +69,7 @@ def test_a_dense_step_sends_the_velocity_and_keeps_it() -> None:
 
 
 def test_a_tensor_without_a_gradient_keeps_everything() -> None:
-    ranks, idle = Ranks(METHOD, LAYOUT), LAYOUT.slots[2]
+    ranks, idle = InProcess(METHOD, LAYOUT), LAYOUT.slots[2]
     stepped(ranks, 0, dense=True)  # r = 0 and u is not
     before = [idle.of(tensor).clone() for tensor in ranks.snapshot()[0]]
     assert before[2].any()
@@ -83,7 +83,7 @@ def test_a_tensor_without_a_gradient_keeps_everything() -> None:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_after_a_bad_value_its_velocity_begins_anew(bad: float) -> None:
-    ranks = Ranks(METHOD, LAYOUT)
+    ranks = InProcess(METHOD, LAYOUT)
     stepped(ranks, 0)
     residual, _, velocity = ranks.snapshot()[0]
     grad = gradient(1)
@@ -122,7 +122,7 @@ def test_what_cannot_be_asked_for() -> None:
 
 
 def test_a_simulation_does_not_begin_with_momentum_on_the_way() -> None:
-    ranks = Ranks(VGC(), LAYOUT, planned=True)
+    ranks = InProcess(VGC(), LAYOUT, planned=True)
     with pytest.raises(ValueError, match="holds back something else"):
         ranks.use(VGC(momentum=0.9))
     ranks.use(VGC(alpha=2.0))

@@ -147,11 +147,11 @@ def test_about_as_many_pass_as_are_wanted(alpha: float, density: float) -> None:
 
 
 def test_workers_abreast_and_one_by_one() -> None:
-    from gradwire.exchange.in_process import Ranks
+    from gradwire.exchange.in_process import InProcess
     from test_abreast import LAYOUT, compare, gradients
 
     vgc = VGC(alpha=0.5, density=0.02)
-    abreast, apart = (Ranks(vgc, LAYOUT, 3, abreast=kind) for kind in (True, False))
+    abreast, apart = (InProcess(vgc, LAYOUT, 3, abreast=kind) for kind in (True, False))
     for step in range(4):
         compare(abreast, apart, *gradients(step, 3, "cpu"))
 

@@ -1,4 +1,4 @@
-"""What a method costs: bytes are those that Ranks counts, times are positive and add up to what was measured."""
+"""What a method costs: bytes are those that InProcess counts, times are positive and add up to what was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import from_spec
 from gradwire.plan import Network, Work, predict
@@ -39,7 +39,7 @@ def test_bytes_are_what_ranks_count(spec):
     n_steps = SETTLE + REPEATS + 5
     grads, moments = steps(n_steps, one.numel)
     cost = measure(compressor, [one], [[g] for g in grads], [[m] for m in moments], WORLD, REPEATS)
-    ranks = Ranks(compressor, one, WORLD, planned=True)
+    ranks = InProcess(compressor, one, WORLD, planned=True)
     counted = [ranks([g] * WORLD, [m] * WORLD).n_bytes for g, m in zip(grads, moments, strict=True)]
     assert cost.handed_over(one.numel) == pytest.approx(sum(counted[-REPEATS:]) / REPEATS, rel=1e-9)
     assert cost.kind == KINDS.get(spec.partition(":")[0], "gather")

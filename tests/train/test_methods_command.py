@@ -9,7 +9,7 @@ import torch
 from commands import run_command
 
 from gradwire import BF16, VGC, Dense
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.methods import METHODS, Sum, from_spec
 from gradwire.moments import Recorder
 from gradwire.tools.train import catalogue, digits
@@ -83,7 +83,7 @@ def test_a_cast_takes_the_bits_of_its_type(trace, compressor, bits):
 
 
 def test_a_method_that_needs_room_begins_dense_and_settles(trace):
-    ranks = Ranks(VGC(alpha=1.5), trace.layout, 2, planned=True)
+    ranks = InProcess(VGC(alpha=1.5), trace.layout, 2, planned=True)
     every = zip(trace.grads, trace.moments, strict=True)
     n_bytes = [ranks(grads, moments).n_bytes for grads, moments in every]
     assert n_bytes[0] > 4 * trace.layout.numel

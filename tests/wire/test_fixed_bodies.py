@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compressors.test_contract import LAYOUT, gradient
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.methods import from_spec
 
 HEAD = 10
@@ -175,7 +175,7 @@ READERS: dict[str, Callable[[Bits], Elements]] = {
 
 @pytest.mark.parametrize("spec", READERS)
 def test_a_body_is_what_the_page_says(spec):
-    ranks = Ranks(from_spec(spec), LAYOUT)
+    ranks = InProcess(from_spec(spec), LAYOUT)
     for step in range(2):
         context = ranks.context()
         message = ranks.compressor.encode(gradient(step), gradient(step).square(), ranks.states[0], context)

@@ -15,14 +15,14 @@ from gradwire.adapters.without_hook import Plain
 from gradwire.errors import WRAPPED_ANEW, AttachError, GradwireError
 from gradwire.methods.base import Compressor
 
-ATTRIBUTE = "_gradwire_switch"  # of the net, whatever wraps it: there the next wrapping finds the link
+ATTRIBUTE = "_gradwire_switch"  # of the net, whatever wraps it: there the next wrapping finds the reducer
 
 
-class Switch:
-    """The hook's state. A hook registers once in a DDP model's life, so it delegates to the link there is now."""
+class HookState:
+    """The hook's state. A hook registers once in a DDP model's life, so it delegates to the reducer there is now."""
 
-    def __init__(self, model: DistributedDataParallel, link: Reducer) -> None:
-        self.model, self.link = weakref.ref(model), link
+    def __init__(self, model: DistributedDataParallel, reducer: Reducer) -> None:
+        self.model, self.reducer = weakref.ref(model), reducer
 
     def register(self) -> None:
         model = self.model()
@@ -37,14 +37,14 @@ class Switch:
         return bool, ()
 
 
-def _hook(switch: Switch, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    link, model = switch.link, switch.model()
+def _hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    reducer, model = state.reducer, state.model()
     assert model is not None  # it calls us
     if model._join_config.enable:
         raise GradwireError("gradwire does not work under Join: give every rank the same number of batches")
-    if link.over:
+    if reducer.over:
         raise GradwireError(WRAPPED_ANEW)
-    return link.exchange(bucket)
+    return reducer.exchange(bucket)
 
 
 def named_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -57,10 +57,10 @@ def named_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
 
 
-def attach_link(
+def attach_reducer(
     model: nn.Module, compressor: Compressor, scaler: Any, moments: dict[str, Any], lazily: bool = False
 ) -> Reducer:
-    """Checks the model and puts a link between it and its process group. A model that is refused stays plain DDP.
+    """Checks the model and puts a reducer between it and its process group. A model that is refused stays plain DDP.
 
     lazily: Dense is left to DDP itself, until another method is used.
     """
@@ -68,42 +68,42 @@ def attach_link(
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(refusal(model))
     net = getattr(ddp.module, "_orig_mod", ddp.module)
-    found: Switch | None = net.__dict__.get(ATTRIBUTE) or None
+    found: HookState | None = net.__dict__.get(ATTRIBUTE) or None
     own = found is not None and found.model() is ddp
-    if found is not None and own and found.link.attached:
+    if found is not None and own and found.reducer.attached:
         raise AttachError("this model is attached already: set wire.compressor = ..., or wire.detach() it first")
     _check_parameters(ddp)
-    if found is not None and own and not found.link.over:
-        switch = found
-        switch.link.reopen(scaler, moments)
+    if found is not None and own and not found.reducer.over:
+        state = found
+        state.reducer.reopen(scaler, moments)
     else:
-        switch = _unhooked(ddp, scaler, moments)
+        state = _unhooked(ddp, scaler, moments)
         if found is not None:
-            switch.link.take_over(found.link)
-    link = switch.link
+            state.reducer.take_over(found.reducer)
+    reducer = state.reducer
     try:
-        link.use(compressor)
+        reducer.use(compressor)
         if not lazily:
-            link.hook_up()
+            reducer.hook_up()
     except BaseException:
-        link.close()
+        reducer.close()
         raise
-    net.__dict__[ATTRIBUTE] = switch
-    return link
+    net.__dict__[ATTRIBUTE] = state
+    return reducer
 
 
-def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> Switch:
-    """A link beside the model; `register` puts it in between."""
+def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> HookState:
+    """A reducer beside the model; `register` puts it in between."""
     if other := model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         if other == _hook.__qualname__:
             raise AttachError(
                 "this model was attached before its net was wrapped anew: wrap it once more, or keep the newer"
             )
         raise AttachError(f"DDP takes one communication hook, and the model has another one: {other}")
-    link = Reducer(model, model.process_group, named_parameters(model), scaler, moments)
-    switch = Switch(model, link)
-    link.plain = Plain(model, link.parameters, switch.register)
-    return switch
+    reducer = Reducer(model, model.process_group, named_parameters(model), scaler, moments)
+    state = HookState(model, reducer)
+    reducer.plain = Plain(model, reducer.parameters, state.register)
+    return state
 
 
 def _check_parameters(model: DistributedDataParallel) -> None:

@@ -1,4 +1,4 @@
-"""The link of one model: its buckets go in as gradients and come back as the mean over the ranks. Steps 2 to 6."""
+"""The reducer of one model: its buckets go in as gradients and come back as the mean over the ranks. Steps 2 to 6."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from gradwire.adapters import momentum_advice
 from gradwire.adapters import optimizer_hook as stepping
-from gradwire.adapters.unused_parameters import Unused
+from gradwire.adapters.unused_parameters import UnusedParameters
 from gradwire.adapters.without_hook import Plain
 from gradwire.codec.header import VERSION
 from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
@@ -51,7 +51,7 @@ class Reducer:
         scaler: Any,
         moments: dict[str, Any],
     ) -> None:
-        self._root = weakref.ref(root)  # DDP's reducer holds this link: the other way round it would never be freed
+        self._root = weakref.ref(root)  # DDP's own holds this one: the other way round it would never be freed
         self.scaler, self._moments = scaler, moments
         self.group, self.parameters = group, parameters
         self.world_size = dist.get_world_size(self.group)
@@ -59,10 +59,10 @@ class Reducer:
         self.device = next(iter(self.parameters.values())).device
         self._names = {id(parameter): name for name, parameter in self.parameters.items()}
         self._strides = {name: parameter.stride() for name, parameter in self.parameters.items()}
-        self._compressor: Compressor = Dense()  # a link that nobody could set up is plain DDP
+        self._compressor: Compressor = Dense()  # one that nobody could set up is plain DDP
         self._next: Compressor | None = None  # takes over after one dense step, which takes what is held back along
         self.recorder: Recorder | None = None
-        self.unused = Unused(getattr(root, "find_unused_parameters", False))
+        self.unused = UnusedParameters(getattr(root, "find_unused_parameters", False))
         self.store = Store(self._bind)
         self.meter = Meter(self.n_parameters, self.device)
         self.capacity = Capacity.of_model(root, self.parameters, self.world_size)
@@ -161,7 +161,7 @@ class Reducer:
             self.recorder = self._record()
 
     def take_over(self, older: Reducer) -> None:
-        """Goes on where the link of an earlier wrapping of the same net stands, which is over from now on.
+        """Goes on where that of an earlier wrapping of the same net stands, which is over from now on.
 
         What it holds back comes along where the parameter is the same and has its elements in the same order.
         """
@@ -184,7 +184,7 @@ class Reducer:
         self.budget.restore(older.budget.step_ns)
 
     def end(self) -> None:
-        """Another link has this one's net: the modules are as they were, and the model around them trains no more."""
+        """Another one has the net: the modules are as they were, and the model around them trains no more."""
         if self.over:
             return
         self.attached, self.over = False, True

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Unused:
+class UnusedParameters:
     """Listens only where DDP looks for unused parameters; otherwise every parameter has a gradient in every step."""
 
     def __init__(self, looked_for: bool) -> None:

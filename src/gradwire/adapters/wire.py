@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from gradwire.adapters.ddp import attach_link
+from gradwire.adapters.ddp import attach_reducer
 from gradwire.adapters.reducer import Reducer
 from gradwire.errors import GradwireError
 from gradwire.exchange.counting import Stats, Writer, scalars
 from gradwire.methods import BF16, VGC, Compressor, Dense, compressor_of
-from gradwire.moments import coverage
-from gradwire.moments.batch_dim import BatchDim
 from gradwire.state import checkpoint
 
 if TYPE_CHECKING:
-    from gradwire.adapters.auto.method_chooser import Pilot
+    from gradwire.adapters.auto.method_chooser import MethodChooser
+    from gradwire.moments import coverage
+    from gradwire.moments.batch_dim import BatchDim
     from gradwire.plan.choose import Verdict
 
 AUTO = "auto"
@@ -60,33 +60,34 @@ def attach(
     }
     if compressor == AUTO:
         allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
-        return _piloted(attach_link(model, Dense(), scaler, moments, lazily=True), allowed)
+        return _choosing(attach_reducer(model, Dense(), scaler, moments, lazily=True), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
-    return Wire(attach_link(model, compressor_of(compressor), scaler, moments))
+    return Wire(attach_reducer(model, compressor_of(compressor), scaler, moments))
 
 
-def _piloted(link: Reducer, methods: Sequence[Compressor]) -> Wire:
-    from gradwire.adapters.auto.method_chooser import Pilot  # what nobody else needs is not imported with gradwire
+def _choosing(reducer: Reducer, methods: Sequence[Compressor]) -> Wire:
+    from gradwire.adapters.auto.method_chooser import (
+        MethodChooser,  # what nobody else needs is not imported with gradwire
+    )
 
     try:
-        return Wire(link, Pilot(link, methods))
+        return Wire(reducer, MethodChooser(reducer, methods))
     except BaseException:
-        link.close()
+        reducer.close()
         raise
 
 
 class Wire:
     """The handle of an attached model."""
 
-    def __init__(self, link: Reducer, pilot: Pilot | None = None) -> None:
-        self._reducer, self._pilot = link, pilot
+    def __init__(self, reducer: Reducer, chooser: MethodChooser | None = None) -> None:
+        self._reducer, self._chooser = reducer, chooser
 
     def __repr__(self) -> str:
-        link = self._reducer
-        return (
-            f"Wire({link.compressor!r}, {link.n_parameters} parameters, {link.world_size} workers, step {link.steps})"
-        )
+        reducer = self._reducer
+        size = f"{reducer.n_parameters} parameters, {reducer.world_size} workers"
+        return f"Wire({reducer.compressor!r}, {size}, step {reducer.steps})"
 
     @property
     def compressor(self) -> Compressor:
@@ -95,16 +96,16 @@ class Wire:
     @compressor.setter
     def compressor(self, compressor: Compressor | str) -> None:
         """Changes the method between two steps; the residual and the variance are carried over. Collective."""
-        link, method = self._live(), compressor_of(compressor)
-        if self._pilot is not None:
-            self._pilot.stop()
-            self._pilot = None
-        link.use(method)
+        reducer, method = self._live(), compressor_of(compressor)
+        if self._chooser is not None:
+            self._chooser.stop()
+            self._chooser = None
+        reducer.use(method)
 
     @property
     def verdict(self) -> Verdict | None:
         """Of "auto": what it chose, from which predictions, and why; None until it has measured."""
-        return None if self._pilot is None else self._pilot.verdict
+        return None if self._chooser is None else self._chooser.verdict
 
     @property
     def steps(self) -> int:
@@ -126,6 +127,8 @@ class Wire:
             print(f"{self.compressor!r} needs no second moments")
             return []
         rows = recorder.coverage()
+        from gradwire.moments import coverage  # there is a recorder, so it is loaded
+
         print(recorder.batch_axis.describe(recorder.batch))
         print(coverage.table(rows))
         return rows
@@ -152,11 +155,11 @@ class Wire:
 
     def load_state_dict(self, state: dict[str, Any], strict: bool = False) -> None:
         """Goes on where `state` was saved, on the same number of workers. Collective."""
-        link = self._live()
-        method = None if self._pilot is None else self._pilot.method_of(state)
-        checkpoint.load_state_dict(link, state, strict=strict)
-        if self._pilot is not None and method is not None:
-            self._pilot.take_over(method)
+        reducer = self._live()
+        method = None if self._chooser is None else self._chooser.method_of(state)
+        checkpoint.load_state_dict(reducer, state, strict=strict)
+        if self._chooser is not None and method is not None:
+            self._chooser.take_over(method)
 
     def capture(self, *sample: Tensor) -> None:
         """On a GPU: the model's forward and backward run as two CUDA graphs for inputs like the sample.
@@ -176,10 +179,10 @@ class Wire:
 
     def detach(self) -> None:
         """Plain DDP again, after one more step that takes along what was held back. Collective."""
-        link = self._live()
-        if self._pilot is not None:
-            self._pilot.stop()
-        link.detach()
+        reducer = self._live()
+        if self._chooser is not None:
+            self._chooser.stop()
+        reducer.detach()
 
     def _live(self) -> Reducer:
         if not self._reducer.attached:

@@ -1,7 +1,7 @@
 """DDP's own all-reduce, with no hook of ours in between: what can be seen of it from outside.
 
-A hook costs a pass over the gradient and some Python a bucket, and DDP never gives it up again. So a link that may yet
-turn out to need none has this instead, until another method than Dense is used.
+A hook costs a pass over the gradient and some Python a bucket, and DDP never gives it up again. So a reducer that may
+yet turn out to need none has this instead, until another method than Dense is used.
 """
 
 from __future__ import annotations

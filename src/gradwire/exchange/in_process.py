@@ -15,7 +15,7 @@ from gradwire.errors import AttachError
 from gradwire.exchange.batched_vgc import Abreast, fits
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
-from gradwire.exchange.in_process_graph import FIRST, Repeated, repeats
+from gradwire.exchange.in_process_graph import FIRST, CapturedStep, repeats
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
 from gradwire.exchange.step import Part, Step
@@ -36,7 +36,7 @@ class Done:
     undo: list[Callable[[], None]] = field(default_factory=list)  # of a step that was committed
 
 
-class Ranks:
+class InProcess:
     """Call it with the gradient of every worker, once a step.
 
     planned: messages of methods that need room are as long as in a training, the first step and others dense; else
@@ -64,7 +64,7 @@ class Ranks:
             self.states = self.abreast.states()
         else:
             self.states = [compressor.init(layout, device) for _ in range(world_size)]
-        self.repeated: Repeated | None = None
+        self.repeated: CapturedStep | None = None
         self._repeats = abreast and repeats(compressor, device)
         self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
@@ -124,7 +124,7 @@ class Ranks:
             parts, n_bytes = self._batched(step, self.abreast, _rows(grads), _rows(moments), context)
         elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
             if self.repeated is None:
-                self.repeated = Repeated(partial(self._parts, grads=grads, moments=moments), grads, context)
+                self.repeated = CapturedStep(partial(self._parts, grads=grads, moments=moments), grads, context)
             parts, n_bytes = self.repeated(step, grads)
         else:
             parts = self._parts(step, context, grads, moments)

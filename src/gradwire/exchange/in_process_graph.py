@@ -28,7 +28,7 @@ def repeats(compressor: Compressor, device: torch.device) -> bool:
     return device.type == "cuda" and isinstance(compressor, Rounds | Fixed) and compressor.alike
 
 
-class Repeated:
+class CapturedStep:
     """Captures a step, and replays it whenever it is called; every worker is a branch of the graph.
 
     Its messages have no heads: nobody else touches them, and a head names the step.

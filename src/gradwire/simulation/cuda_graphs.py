@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gradwire.compile.capture_guard import calm
 from gradwire.simulation import random_state as randomness
-from gradwire.simulation.virtual_worker import Loss, Replica
+from gradwire.simulation.virtual_worker import Loss, VirtualWorker
 
 
-class Branches:
+class CapturedPasses:
     """Runs batches [W, B, ...] like the one it was captured with; the results lie in the replicas."""
 
-    def __init__(self, replicas: Sequence[Replica], loss: Loss, batch: Sequence[Tensor]) -> None:
+    def __init__(self, replicas: Sequence[VirtualWorker], loss: Loss, batch: Sequence[Tensor]) -> None:
         device = replicas[0].gradient.device
         self._batch = [tensor.clone() for tensor in batch]
         self._losses = torch.zeros(len(replicas), device=device)
@@ -40,7 +40,7 @@ class Branches:
 
     def _record(
         self,
-        replicas: Sequence[Replica],
+        replicas: Sequence[VirtualWorker],
         streams: Sequence[torch.cuda.Stream],
         loss: Loss,
         rows: Sequence[Sequence[Tensor]],

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from gradwire.errors import AttachError, CheckpointError
 from gradwire.exchange.counting import Stats
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout, in_shape
 from gradwire.methods import Compressor, compressor_of
 from gradwire.methods.base import of_slot, powers
 from gradwire.moments.batch_dim import BatchDim, root_axis_of
 from gradwire.moments.follow.batch_axis import BatchAxis
 from gradwire.simulation import random_state as randomness
-from gradwire.simulation.cuda_graphs import Branches
-from gradwire.simulation.virtual_worker import Loss, Replica
+from gradwire.simulation.cuda_graphs import CapturedPasses
+from gradwire.simulation.virtual_worker import Loss, VirtualWorker
 from gradwire.state import checkpoint
 
 
@@ -88,7 +88,7 @@ class Simulation:
         gpu, numel = self.device.type == "cuda", self.layout.numel
         self.gradients = torch.zeros(workers, numel, device=self.device)
         self.moments = torch.zeros(workers, numel if compressor.needs_moments else 0, device=self.device)
-        self.ranks = Ranks(  # before the model is copied: it may refuse
+        self.ranks = InProcess(  # before the model is copied: it may refuse
             compressor,
             self.layout,
             workers,
@@ -97,9 +97,9 @@ class Simulation:
             abreast=gpu if messages is None else not messages,
         )
         rows = enumerate(zip(self.gradients, self.moments, strict=True))
-        self.replicas = [Replica(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
+        self.replicas = [VirtualWorker(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
         self._captures = gpu if capture is None else capture
-        self._branches: Branches | None = None
+        self._branches: CapturedPasses | None = None
         self._random = [_seeded(seed, rank, self.device) for rank in range(workers)]
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class Simulation:
     def _passes(self, batch: Sequence[Tensor]) -> Tensor:
         if self._captures:
             if self._branches is None:
-                self._branches = Branches(self.replicas, self.loss, batch)
+                self._branches = CapturedPasses(self.replicas, self.loss, batch)
             if self._branches.fits(batch):
                 return self._branches.run(batch)
         losses = []

@@ -23,7 +23,7 @@ UNUSED = (
 )
 
 
-class Replica:
+class VirtualWorker:
     """Its parameters have the memory of the model's; its buffers, gradient and second moment are its own.
 
     gradient, moment: [N], where they go; the moment is empty where the method needs none.

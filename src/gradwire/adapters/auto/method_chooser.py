@@ -7,9 +7,9 @@
        While a compressor is in use, methods that may be faster than they are predicted to be are timed too, once.
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
-All of it happens between two steps, right after the optimizer's, from numbers of all ranks (council.py): so all ranks
-choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no hook:
-it is what it would be without us.
+All of it happens between two steps, right after the optimizer's, from numbers of all ranks (rank_numbers.py): so all
+ranks choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no
+hook: it is what it would be without us.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwire.adapters.auto.rank_numbers import Council
+from gradwire.adapters.auto.rank_numbers import RankNumbers
 from gradwire.adapters.auto.step_clock import Clock, work_of
 from gradwire.adapters.auto.trial_costs import alone_ms, dry_run, likely_error, numbers_of, rival, with_numbers
 from gradwire.adapters.reducer import Reducer
@@ -45,21 +45,21 @@ PROBE_S = 0.5  # a measurement of the link, but for its small collectives
 MARGIN = 0.05  # by how much a method that loses information must be faster
 
 
-class Pilot:
+class MethodChooser:
     """Call `stepped` after every optimizer step, on every rank."""
 
-    def __init__(self, link: Reducer, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
+    def __init__(self, reducer: Reducer, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
         """Collective. methods: what may be chosen; Dense, with which it begins, always may."""
-        self._reducer, self._say = link, say if dist.get_rank(link.group) == 0 else lambda _: None
+        self._reducer, self._say = reducer, say if dist.get_rank(reducer.group) == 0 else lambda _: None
         self.methods: dict[str, Compressor] = {to_spec(method): method for method in (Dense(), *methods)}
-        agree(link.group, {"methods of auto": ", ".join(self.methods)}, link.device)
+        agree(reducer.group, {"methods of auto": ", ".join(self.methods)}, reducer.device)
         self.verdict: Verdict | None = None
-        self._council = Council(courier_of(link.group), link.device)
-        self._clock = link.clock = Clock(keep=MOST)
+        self._numbers = RankNumbers(courier_of(reducer.group), reducer.device)
+        self._clock = reducer.clock = Clock(keep=MOST)
         self._work: Work | None = None
         self._costs: dict[str, Cost] = {}
         self._errors: dict[str, float] = {}  # by method: measured / predicted; the newest is the last
-        self._seen = link.steps  # exchanges that were noticed
+        self._seen = reducer.steps  # exchanges that were noticed
         self._asked: Flight | None = None
         self._parts = (0.0, 0.0, 0.0)  # of a step, as they were last seen
         self._since = 0  # steps with this method
@@ -67,7 +67,7 @@ class Pilot:
         self._expected_ms: float | None = None
         self.network = self._probed()
         self._begin()
-        link.between_steps = self._stepped
+        reducer.between_steps = self._stepped
 
     @property
     def chosen(self) -> str:
@@ -108,10 +108,10 @@ class Pilot:
             self._bytes = self._reducer.meter.bytes_sent
         if self._asked is not None:
             flight, self._asked = self._asked, None
-            self._hear(self._council.answer(flight))
+            self._hear(self._numbers.answer(flight))
         elif self._due():
             # read after the next step, so that nobody waits for it
-            self._asked = self._council.ask(self._figures())
+            self._asked = self._numbers.ask(self._figures())
 
     def _begin(self) -> None:
         """With a method that is in use from now on."""
@@ -192,7 +192,7 @@ class Pilot:
         start = time.perf_counter()
         network = probe(self._reducer.group, self._reducer.device, at_most_s=PROBE_S)
         self._probed_at = time.perf_counter()
-        took = self._council.answer(self._council.ask([self._probed_at - start]))
+        took = self._numbers.answer(self._numbers.ask([self._probed_at - start]))
         self._probe_s = max(row[0] for row in took)
         return network
 
@@ -252,7 +252,7 @@ class Pilot:
         """What each costs on the slowest rank: measured once, on the gradients there are."""
         for spec in (spec for spec in specs if spec not in self._costs):
             cost = dry_run(self._reducer, self._clock.layouts(), self.methods[spec])
-            rows = self._council.answer(self._council.ask(numbers_of(cost)))
+            rows = self._numbers.answer(self._numbers.ask(numbers_of(cost)))
             self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
 
     def _small(self, spec: str) -> SmallBuckets | None:

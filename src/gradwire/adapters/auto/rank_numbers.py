@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gradwire.exchange.courier import Courier, Flight
 
 
-class Council:
+class RankNumbers:
     """Asks all ranks for as many numbers; over the courier's group, whose collectives begin in the same order."""
 
     def __init__(self, courier: Courier, device: torch.device) -> None:

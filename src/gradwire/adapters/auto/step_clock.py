@@ -1,6 +1,6 @@
-"""When things happen in a step of one rank, by its own clock: the link says what it sees, nothing is waited for.
+"""When things happen in a step of one rank, by its own clock: the reducer says what it sees, nothing is waited for.
 
-Where DDP sums by itself there is no link to see it, and DDP says how long its passes take (plain.py).
+Where DDP sums by itself there is no reducer to see it, and DDP says how long its passes take (without_hook.py).
 """
 
 from __future__ import annotations

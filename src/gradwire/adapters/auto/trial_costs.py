@@ -21,18 +21,20 @@ WRONG = {False: 0.3, True: 0.15}  # by so much a method may be faster than predi
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
-def dry_run(link: Reducer, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
-    """Of this rank alone; nothing is sent and no state of the link is touched."""
-    gradients = [_gradient(link, layout) for layout in layouts]
-    found = costs.measure(compressor, layouts, gradients, [_moment(one) for one in gradients], link.world_size)
+def dry_run(reducer: Reducer, layouts: Sequence[Layout], compressor: Compressor) -> Cost:
+    """Of this rank alone; nothing is sent and no state of the reducer is touched."""
+    gradients = [_gradient(reducer, layout) for layout in layouts]
+    found = costs.measure(compressor, layouts, gradients, [_moment(one) for one in gradients], reducer.world_size)
     return replace(found, moments=MOMENTS if compressor.needs_moments else 1.0)
 
 
-def _gradient(link: Reducer, layout: Layout) -> Tensor:
+def _gradient(reducer: Reducer, layout: Layout) -> Tensor:
     parts = []
     for slot in layout:
-        grad = link.parameters[slot.name].grad
-        parts.append(torch.zeros(slot.numel, device=link.device) if grad is None else grad.detach().float().flatten())
+        grad = reducer.parameters[slot.name].grad
+        parts.append(
+            torch.zeros(slot.numel, device=reducer.device) if grad is None else grad.detach().float().flatten()
+        )
     return torch.cat(parts)
 
 

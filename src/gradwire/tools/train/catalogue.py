@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from gradwire.exchange.in_process import Ranks
+from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import METHODS, Compressor, from_spec, to_spec
 from gradwire.moments import Recorder
@@ -105,7 +105,7 @@ def _look(task: Task, model: nn.Module, recorder: Recorder, indices: Tensor) -> 
 
 def measure(compressor: Any, trace: Trace) -> Entry:
     """Sends the trace in one process and counts what a worker hands to the collective, heads and all."""
-    ranks = Ranks(compressor, trace.layout, WORKERS, planned=True)
+    ranks = InProcess(compressor, trace.layout, WORKERS, planned=True)
     every = zip(trace.grads, trace.moments, strict=True)
     n_bytes = [ranks(grads, moments).n_bytes for grads, moments in every][-COUNTED:]
     bits = 8 * sum(n_bytes) / len(n_bytes) / trace.layout.numel
