@@ -93,7 +93,7 @@ def on_hopper() -> None:
 
 def check_joining() -> None:
     """Parts laid out as Hopper's kernel leaves them: every tile from `whole` on, in parts of `share` samples."""
-    from gradwire.moments.gpu.join_tiles import join_parts
+    from gradwire.moments.gpu.join_tiles import TileCounts, join_parts
 
     samples, outputs, inputs = 7, 300, 260
     each = torch.randn(samples, 3 * 128, 3 * 128)
@@ -105,7 +105,8 @@ def check_joining() -> None:
             tile = samples_of_it[:, row * 128 : row * 128 + 128, column * 128 : column * 128 + 128]
             parts[part, number, 0], parts[part, number, 1] = tile.sum(0), tile.square().sum(0)
     results = torch.full((2, outputs, inputs), torch.nan)
-    join_parts(parts, results[0], results[1], samples, plan)
+    tiles = TileCounts(3, 3, plan.whole, len(order), 3)
+    join_parts(parts, (results[0], results[1]), (outputs, inputs), tiles, plan.group, at_once=4)
     wanted = torch.stack([each.sum(0), each.square().sum(0)])[:, :outputs, :inputs]
     assert results[:, :128, :256].isnan().all()  # the whole tiles are not its own
     torch.testing.assert_close(results[:, 128:], wanted[:, 128:])

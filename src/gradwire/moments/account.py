@@ -17,7 +17,7 @@ from gradwire.moments.completeness import Completeness
 from gradwire.moments.coverage import Row
 from gradwire.moments.estimates.micro_batches import MicroBatches, step
 from gradwire.moments.joined_uses import by_samples, merge, settled
-from gradwire.moments.passes import Passes, current_task, quietly
+from gradwire.moments.passes import ModelPasses, current_task, quietly
 from gradwire.moments.precision import exact_dtype, norm
 from gradwire.moments.uses import Doubt, Use
 
@@ -98,7 +98,7 @@ class Account:
     """The moment of one parameter: report, on_accumulated, consume."""
 
     def __init__(
-        self, name: str, param: nn.Parameter, passes: Passes, options: Options, never: str | None, raw: str | None
+        self, name: str, param: nn.Parameter, passes: ModelPasses, options: Options, never: str | None, raw: str | None
     ) -> None:
         self.name, self.param, self.passes, self.options = name, param, passes, options
         self.here: Tensor = param  # what stands in its place: another tensor while a graph is captured

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.moments.account import Account
-from gradwire.moments.passes import Pass, Passes, current_task, quietly
+from gradwire.moments.passes import ModelPasses, Pass, current_task, quietly
 from gradwire.moments.uses import Doubt, Mismatch
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Tap:
         layer: Layer | None,
         axis: int | None,
         accounts: Mapping[str, Account],
-        passes: Passes,
+        passes: ModelPasses,
         name: str,
         named: bool = False,
     ) -> None:

@@ -12,7 +12,7 @@ from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.operations import Operation
 from gradwire.moments.passes import arrives, quietly
 from gradwire.moments.swapped_forward import autocast_input
-from gradwire.moments.torch_compile.layer_operator import in_graph
+from gradwire.moments.torch_compile.layer_operator import in_graph, is_recorded
 
 Gradients = list[Tensor | None]
 
@@ -113,14 +113,14 @@ KINDS = 64  # of inputs remembered by a tap: sequences may come in every length
 
 def run_layer(module: nn.Module, tap: Tap, x: Any, part: str, operation: Operation) -> Tensor | None:
     """The layer by the Function; None: where it may not stand in, or a tap beside torch's own is no worse."""
-    if torch.compiler.is_compiling():
-        return in_graph(module, tap, x, part, operation)
-    if type(x) not in (Tensor, nn.Parameter) or tap.mismatch is not None:
-        return None
     weight, bias = module._parameters.get(operation.names[0]), module._parameters.get(operation.names[1])
-    if type(weight) is not nn.Parameter:  # None, or a subclass of Tensor
+    if type(x) not in (Tensor, nn.Parameter) or type(weight) is not nn.Parameter:  # None, or a subclass of Tensor
         return None
     x = autocast_input(x)
+    if torch.compiler.is_compiling():
+        return in_graph(module, tap, x, weight, bias, part, operation)
+    if tap.mismatch is not None:
+        return None
     now, wanted, lowered = tap.passes.now(), tap.wanted(), torch.is_autocast_enabled(x.device.type)
     call = tap.call(part, x, now, wanted)  # its output has as many dims
     if call.axis is None:
@@ -131,22 +131,16 @@ def run_layer(module: nn.Module, tap: Tap, x: Any, part: str, operation: Operati
     if fit is None:
         if len(tap.fitting) >= KINDS:
             tap.fitting.clear()
-        fit = tap.fitting[key] = fits(call, x, (weight, bias), operation)
+        fit = tap.fitting[key] = fits(call, x, weight, bias, operation)
     if not fit:
         return None
     output: Tensor = LayerFunction.apply(tap, part, call, operation, x, weight, bias)  # type: ignore[no-untyped-call]
     return output
 
 
-def fits(call: LayerCall, x: Tensor, given: tuple[Tensor, Tensor | None], operation: Operation) -> bool:
-    """Every parameter recorded here, plain tensors of one dtype, samples where they are looked for."""
-    weight, wanted = given[0], call.wanted
-    if operation.names[0] not in wanted or call.axis is None or call.samples is None:
+def fits(call: LayerCall, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Operation) -> bool:
+    """Every parameter recorded here, and the samples where they are looked for."""
+    if call.axis is None or call.samples is None or not is_recorded(x, weight, bias, operation.names, call.wanted):
         return False
-    for name, param in zip(operation.names, given, strict=True):
-        if param is not None and (param.requires_grad != (name in wanted) or param.dtype != weight.dtype):
-            return False
-    plain = x.layout == torch.strided and x.is_floating_point() and x.device == weight.device
     batched = x.ndim > call.axis and x.shape[call.axis] == call.batch
-    alike = x.dtype == autocast_input(weight).dtype
-    return plain and batched and alike and operation.serves(x, weight, call.axis, call.samples)
+    return batched and operation.serves(x, weight, call.axis, call.samples)

@@ -24,7 +24,7 @@ SEVERAL = "a reentrant checkpoint cannot tell which of several forward passes it
 UNKNOWN = -1  # a batch size that is None
 TELLS_EXPORT = torch.__version__ >= "2.12"  # before, is_exporting() is true in every compiled graph
 NOTHING = nullcontext()
-PASSES: weakref.WeakValueDictionary[int, Passes] = weakref.WeakValueDictionary()  # by key, for compiled graphs
+PASSES: weakref.WeakValueDictionary[int, ModelPasses] = weakref.WeakValueDictionary()  # by key, for compiled graphs
 _keys = itertools.count(1)
 
 
@@ -77,7 +77,7 @@ def seed_of(step: int, number: int) -> int:
     return int.from_bytes(blake2b(f"{step} {number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
-class Passes:
+class ModelPasses:
     """The passes and backwards of one model. Every account and every tap is given it when it is made.
 
     root_axis: of the samples in what the model is called on; batch_axis: where they lie in its layers.

@@ -25,7 +25,7 @@ from gradwire.moments.layer_table import Layer
 from gradwire.moments.layers.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.layers.own_parameters import OWN
 from gradwire.moments.owners import Owner
-from gradwire.moments.passes import UNKNOWN, Passes, transformed
+from gradwire.moments.passes import UNKNOWN, ModelPasses, transformed
 from gradwire.moments.swapped_forward import ATTRIBUTE, install, is_free, uninstall
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Recorder:
         self.batch_dim, self.exact, self.options = batch_dim, exact, Options(estimator, strict)
         root_axis = root_axis_of(batch_dim, root)
         self.batch_axis = BatchAxis(root_axis) if batch_axis is None else batch_axis
-        self.passes = Passes(self.batch_axis, root_axis, same_samples)
+        self.passes = ModelPasses(self.batch_axis, root_axis, same_samples)
         self.passes.on_end = self._end_backward
         self.graphs: list[GraphedForward] = []
         self._handles: list[RemovableHandle] = []

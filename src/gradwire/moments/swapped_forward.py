@@ -39,7 +39,7 @@ class Watch(torch.autograd.Function):
 
 
 def watch(tap: Tap, output: Tensor, saved: Sequence[Tensor], part: str = "") -> Tensor:
-    """Passes a layer's output on, and has its gradient reported together with the saved inputs."""
+    """ModelPasses a layer's output on, and has its gradient reported together with the saved inputs."""
     if torch.compiler.is_compiling():
         training = tap.module is not None and tap.module.training
         watched: Tensor = torch.ops.gradwire.tap(output, list(saved), tap.passes.clock, tap.key, part, training)

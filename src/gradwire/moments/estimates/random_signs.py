@@ -99,7 +99,7 @@ def signed_call(tap: Tap, part: str, output: Tensor, axis: int | None) -> LayerC
 
 
 def watch_signed(module: nn.Module, tap: Tap, result: Any) -> Any:
-    """Passes a module's outputs on, and has its estimated parameters' signed gradient taken in backward."""
+    """ModelPasses a module's outputs on, and has its estimated parameters' signed gradient taken in backward."""
     leaves, spec = pytree.tree_flatten(result)
     axes = output_axes(module, tap, len(leaves))
     chosen = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]

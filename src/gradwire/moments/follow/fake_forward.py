@@ -31,7 +31,7 @@ from gradwire.moments.follow.batch_axis import MIXED, CannotFollow, Found, Key, 
 from gradwire.moments.follow.row_order import DECIDED, POSITIONS, UNUSUAL, RowOrder, numbers
 from gradwire.moments.layer_table import path_of
 from gradwire.moments.layers.broadcast import WATCHED
-from gradwire.moments.passes import Pass, Passes
+from gradwire.moments.passes import ModelPasses, Pass
 from gradwire.moments.swapped_forward import ATTRIBUTE as TAP
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 Axes = dict[int, int]
 
 
-def follow(passes: Passes, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> Found:
+def follow(passes: ModelPasses, root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], axis: int) -> Found:
     """Where the samples lie in what each watched layer puts out, call by call, and which embeddings are positions.
 
     All inputs that are as long as the batch are taken for batches, unless the model does not take them together. One
@@ -141,7 +141,7 @@ class FakeForward:
 
     def __init__(
         self,
-        passes: Passes,
+        passes: ModelPasses,
         axis: int,
         root: nn.Module,
         given: Any,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,24 +23,14 @@ from gradwire.compile.launching import is_known, launch_again
 from gradwire.moments.gpu.convolution_plans import TILE_ROWS as ROWS
 from gradwire.moments.gpu.convolution_plans import Boxes, ConvolutionShape
 from gradwire.moments.gpu.hopper_tiles import Map, following, multiply, place, segment, turns
-from gradwire.moments.gpu.join_tiles import join_parts_kernel
+from gradwire.moments.gpu.join_tiles import TileCounts, join_parts
 
 HALF_ROWS = ROWS // 2
 GROUP = 16  # columns of tiles in a band, see hopper_tiles.place
 # These change from layer to layer: without this, every layer would be compiled on its own.
 SIZES = ["outputs", "blocks_high", "blocks_wide", "channels", "taps_wide", "stride", "padding_height", "padding_width"]
-SIZES += ["pieces"]
-SIZES += [
-    "dilation_height",
-    "dilation_width",
-    "n_rows",
-    "n_columns",
-    "samples",
-    "n_whole",
-    "n_rest",
-    "n_parts",
-    "share",
-]
+SIZES += ["dilation_height", "dilation_width", "pieces", "n_rows", "n_columns", "samples", "n_whole", "n_rest"]
+SIZES += ["n_parts", "share"]
 
 
 @gluon.jit
@@ -154,7 +145,7 @@ class Ready:
     boxes: Boxes
     gradient_map: tuple[list[int], list[int]]
     x_map: tuple[list[int], list[int]]
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]
     work: tuple[int, ...]
     grid: tuple[int, int, int]
     shared: int  # slots [2, 128, columns] for tiles whose samples several programs share
@@ -178,19 +169,10 @@ class Ready:
         arguments = (*maps, *results, *self.shape, *self.work, boxes.stages, GROUP)
         launch_again("convolution_grad_moment", kind, convolution_grad_moment_kernel, self.grid, arguments, num_warps=4)
         if self.shared:
-            self.join(parts, weight_gradient, moment)
-
-    def join(self, parts: Tensor, weight_gradient: Tensor, moment: Tensor) -> None:
-        """parts [part of the samples, tile, 2, 128, columns] -> the tiles that several programs shared."""
-        n_rows, n_columns, _, whole, n_rest, n_parts, _ = self.work
-        columns = self.boxes.columns
-        most = 1 << (n_parts - 1).bit_length()
-        at_once = max(1, min(1024, 8192 // most) // columns)
-        sizes = (*self.shape[:2], n_rows, n_columns, whole, n_parts, GROUP, most, ROWS, columns, at_once)
-        kind = (parts.device.index, weight_gradient.dtype, most, columns)
-        arguments = (parts, weight_gradient, moment, *sizes)
-        grid = (n_rest, ROWS // at_once, 2)
-        launch_again("convolution_join_parts", kind, join_parts_kernel, grid, arguments, num_warps=4)
+            n_rows, n_columns, _, whole, n_rest, n_parts, _ = self.work
+            at_once = max(1, min(1024, 8192 // triton.next_power_of_2(n_parts)) // boxes.columns)
+            tiles = TileCounts(n_rows, n_columns, whole, n_rest, n_parts)
+            join_parts(parts, (weight_gradient, moment), self.shape[:2], tiles, GROUP, at_once)
 
 
 def prepare(geometry: ConvolutionShape, boxes: Boxes, pieces: int) -> Ready:

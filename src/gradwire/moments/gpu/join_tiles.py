@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gradwire.compile.launching import launch_again
-from gradwire.moments.gpu.linear_plans import LinearPlan
 
 SIZES = ["outputs", "n_rows", "n_columns", "n_whole", "n_parts"]
-TILE_ROWS = TILE_COLUMNS = 128
-ROWS_AT_ONCE = 4
+TILE_ROWS = 128
+
+
+class TileCounts(NamedTuple):
+    """Tiles of a weight: in a column and a row; whole, and of the rest each in so many parts."""
+
+    rows: int
+    columns: int
+    whole: int
+    rest: int
+    parts: int
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -40,28 +50,18 @@ def join_parts_kernel(
         tl.store(moment + target, total, mask=kept)
 
 
-def join_parts(parts: Tensor, weight_gradient: Tensor, moment: Tensor, samples: int, plan: LinearPlan) -> None:
-    """parts [part, tile, 2, 128, 128] -> the tiles from plan.whole on, of both results."""
-    outputs, inputs = moment.shape
-    n_rows, n_columns = -(-outputs // TILE_ROWS), -(-inputs // TILE_COLUMNS)
-    n_parts = -(-samples // plan.share)
-    most = triton.next_power_of_2(n_parts)
+def join_parts(
+    parts: Tensor, results: tuple[Tensor, Tensor], shape: tuple[int, int], tiles: TileCounts, group: int, at_once: int
+) -> None:
+    """parts [part of the samples, tile, 2, 128, columns] -> the tiles of both results that several programs shared.
+
+    shape: of the weight as a matrix; group: columns of tiles in a band; at_once: rows of a tile that a program joins.
+    """
+    columns, most = parts.shape[-1], triton.next_power_of_2(tiles.parts)
     arguments = (
-        parts,
-        weight_gradient,
-        moment,
-        outputs,
-        inputs,
-        n_rows,
-        n_columns,
-        plan.whole,
-        n_parts,
-        plan.group,
-        most,
-        TILE_ROWS,
-        TILE_COLUMNS,
-        ROWS_AT_ONCE,
+        *(parts, *results, *shape, tiles.rows, tiles.columns, tiles.whole, tiles.parts),
+        *(group, most, TILE_ROWS, columns, at_once),
     )
-    kind = (parts.device.index, weight_gradient.dtype, plan.group, most, inputs % 16 == 0, inputs == 1)
-    grid = (n_rows * n_columns - plan.whole, TILE_ROWS // ROWS_AT_ONCE, 2)
-    launch_again("join_parts", kind, join_parts_kernel, grid, arguments, num_warps=4)
+    about = (group, most, columns, at_once, shape[1] % 16 == 0, shape[1] == 1)
+    kind = (parts.device.index, results[0].dtype, *about)
+    launch_again("join_parts", kind, join_parts_kernel, (tiles.rest, TILE_ROWS // at_once, 2), arguments, num_warps=4)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gradwire.compile.launching import is_known, launch_again
 from gradwire.moments.gpu.hopper_tiles import Map, following, multiply, place, segment, turns
-from gradwire.moments.gpu.join_tiles import join_parts
+from gradwire.moments.gpu.join_tiles import TileCounts, join_parts
 from gradwire.moments.gpu.linear_plans import LinearPlan
 
 ROWS, COLUMNS, HALF_ROWS = 128, 128, 64
@@ -137,5 +137,6 @@ def launch(
     programs = min(max(plan.whole, n_rest * n_parts), plan.programs)
     launch_again("linear_grad_moment", kind, linear_grad_moment_kernel, (programs, 1, 1), arguments, num_warps=4)
     if n_rest:
-        join_parts(parts, weight_gradient, moment, samples, plan)
+        tiles = TileCounts(n_rows, n_columns, plan.whole, n_rest, n_parts)
+        join_parts(parts, (weight_gradient, moment), (outputs, inputs), tiles, plan.group, at_once=4)
     return weight_gradient, moment

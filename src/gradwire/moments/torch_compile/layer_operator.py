@@ -10,7 +10,7 @@ over on the way. So nothing is copied, and no moment is taken for dead code whil
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,20 +49,24 @@ class Weight(NamedTuple):
     dtype: torch.dtype
 
 
-def in_graph(module: nn.Module, tap: Tap, x: Any, part: str, operation: Operation) -> Tensor | None:
+def is_recorded(x: Tensor, weight: Tensor, bias: Tensor | None, names: Sequence[str], wanted: Collection[str]) -> bool:
+    """Every parameter recorded, plain tensors of one dtype."""
+    for name, param in zip(names, (weight, bias), strict=True):
+        if param is not None and (param.requires_grad != (name in wanted) or param.dtype != weight.dtype):
+            return False
+    plain = x.layout == torch.strided and x.is_floating_point() and x.device == weight.device
+    return plain and names[0] in wanted and x.dtype == autocast_input(weight).dtype
+
+
+def in_graph(
+    module: nn.Module, tap: Tap, x: Tensor, weight: Tensor, bias: Tensor | None, part: str, operation: Operation
+) -> Tensor | None:
     """The layer by the operator, where `run_layer` would have it by its Function; None: where a tap must do.
 
     What depends on sizes is asked later: by `layer` when it is traced, and for the samples' axis when it runs.
     """
-    weight, bias = module._parameters.get(operation.names[0]), module._parameters.get(operation.names[1])
-    if type(x) not in (Tensor, nn.Parameter) or type(weight) is not nn.Parameter or tap.axis is None:
-        return None
-    x, wanted = autocast_input(x), [name for name in operation.names if name in tap.wanted()]
-    for name, param in zip(operation.names, (weight, bias), strict=True):
-        if param is not None and (param.requires_grad != (name in wanted) or param.dtype != weight.dtype):
-            return None
-    plain = x.layout == torch.strided and x.is_floating_point() and x.device == weight.device
-    if operation.names[0] not in wanted or not plain or x.dtype != autocast_input(weight).dtype:
+    wanted = [name for name in operation.names if name in tap.wanted()]
+    if tap.axis is None or not is_recorded(x, weight, bias, operation.names, wanted):
         return None
     call = (tap.key, part, module.training, " ".join(wanted), operation.numbers())
     output: Tensor = torch.ops.gradwire.layer(x, weight, bias, tap.passes.clock, tap.axis, *call)
