@@ -20,7 +20,7 @@ from gradwire.errors import MomentError
 from gradwire.moments import Recorder, Row
 from gradwire.moments.follow.batch_axis import MOST
 
-from .oracle import Moments, assert_equal, by_sample, consume_all, recorded, trainable
+from ..oracle import Moments, assert_equal, by_sample, consume_all, recorded, trainable
 
 
 def floats(*shape: int) -> Tensor:

@@ -12,7 +12,7 @@ from gradwire.moments import Recorder
 from gradwire.moments.estimates.micro_batches import GroupSpread
 from gradwire.moments.follow.batch_axis import SEVERAL
 
-from .oracle import Root, by_sample, consume_all, trainable
+from ..oracle import Root, by_sample, consume_all, trainable
 
 
 def floats(*shape: int) -> Tensor:

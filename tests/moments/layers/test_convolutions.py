@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from .contract import Case, Draw, contract, each_batch, tensor
+from ..contract import Case, Draw, contract, each_batch, tensor
 
 PLAIN = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

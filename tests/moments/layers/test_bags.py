@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from .contract import Case, Draw, contract
+from ..contract import Case, Draw, contract
 
 
 @pytest.mark.parametrize("batch", [0, 1, 4])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.moments import Recorder
 
-from .oracle import assert_equal, by_sample, recorded, trainable
+from ..oracle import assert_equal, by_sample, recorded, trainable
 
 
 class Model(nn.Module):

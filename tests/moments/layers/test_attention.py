@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.moments import Recorder
 
-from .oracle import trainable
+from ..oracle import trainable
 
 BATCH, SOURCE, TARGET = 3, 5, 4
 

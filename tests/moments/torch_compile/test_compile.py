@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.moments import Recorder, per_sample
 
-from .oracle import consume_all
+from ..oracle import consume_all
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from gradwire.moments import Recorder
 from gradwire.moments.cpu import grad_and_moment
 
-from .oracle import assert_equal, consume_all, trainable
+from ..oracle import assert_equal, consume_all, trainable
 
 Found = tuple[dict[str, Tensor], dict[str, Tensor]]
 

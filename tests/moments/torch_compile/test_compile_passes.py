@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.moments import Recorder
 
-from .oracle import assert_equal, consume_all, trainable
+from ..oracle import assert_equal, consume_all, trainable
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.moments import Recorder
 
-from .oracle import assert_equal, by_sample, recorded, trainable
+from ..oracle import assert_equal, by_sample, recorded, trainable
 
 BATCH, LENGTH, WIDTH = 3, 4, 6
 Does = Callable[[Any, Tensor], Tensor]

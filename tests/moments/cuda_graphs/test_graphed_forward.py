@@ -15,7 +15,7 @@ from gradwire import per_sample
 from gradwire.errors import AttachError, GradwireError
 from gradwire.moments import Recorder
 from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward, stand_ins
-from moments.reruns import StandIn
+from moments.cuda_graphs.reruns import StandIn
 
 GPU = False  # or the fixture's
 

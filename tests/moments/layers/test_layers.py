@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.pytorch_utils import Conv1D
 
-from .contract import BATCHES, Case, Draw, each_batch, tensor
+from ..contract import BATCHES, Case, Draw, each_batch, tensor
 
 EPS = 0.3  # so large that a formula without it fails
 
