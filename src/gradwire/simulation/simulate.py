@@ -241,7 +241,8 @@ class Simulation:
             return
         for slot in self.layout:
             for field, view in of_slot(state, slot).items():
-                view.copy_(found[slot.name][field])
+                known = found[slot.name].get(field)  # a field that the saved one had no use for begins at zero
+                view.copy_(torch.zeros_like(view) if known is None else known)
 
 
 def _seeded(seed: int, rank: int, device: torch.device) -> Tensor:

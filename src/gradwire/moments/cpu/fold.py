@@ -14,13 +14,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 
 FEW = 4  # threads
 TILE = 2048  # elements of each sum: 16 KiB of a cache of 32
 
 
-@compiled
+@machine_code
 def _four(a: Array, b: Array, c: Array, d: Array, total: Array, moment: Array) -> None:
     """Loops over whole arrays: LLVM vectorizes nothing that counts from a start."""
     for i in range(total.size):
@@ -28,14 +28,14 @@ def _four(a: Array, b: Array, c: Array, d: Array, total: Array, moment: Array) -
         moment[i] += (a[i] * a[i] + b[i] * b[i]) + (c[i] * c[i] + d[i] * d[i])
 
 
-@compiled
+@machine_code
 def _one(a: Array, total: Array, moment: Array) -> None:
     for i in range(total.size):
         total[i] += a[i]
         moment[i] += a[i] * a[i]
 
 
-@compiled
+@machine_code
 def _fold(each: Array, total: Array, moment: Array, first: bool) -> None:
     """each [K, N], total and moment [N]; by fours, every operation rounded by itself."""
     count, size = each.shape

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradwire.codec.gpu import shared
+from gradwire.codec.gpu import shared_memory as shared
 from gradwire.codec.gpu.directory import low_bits
 
 SKEWED = tl.constexpr(1 << 24)

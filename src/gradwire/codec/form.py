@@ -1,13 +1,14 @@
-"""How the compact format cuts a bucket into blocks, and how many words a message needs: the same on every rank.
+"""The form of a message: where its parts lie, how the compact format cuts a bucket into blocks, how long it is.
 
-Everything here follows from the layout and the capacity by integer arithmetic; nothing of it is sent.
+What all ranks know before they look into a message: it follows from the layout and the capacity by integer arithmetic,
+and nothing of it is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +24,12 @@ ELEMENTS = 256
 SHORTEST, LONGEST = 1 << 8, 1 << 24  # places in a block; the longest bounds the low bits of a gap to 23
 POWERS = 2 ** np.arange(25)
 MOST_WORDS = (1 << 31) - 1  # positions in a message are int32 for some kernels
+
+WORDS, COMPACT, BARE = 1, 2, 3  # the formats of the body
+VERSION = 2
+MAGIC = int.from_bytes(b"GRWR", "little")
+FIXED = 10  # words before the counts
+STEPS = 1 << 31  # after as many the number of a step begins anew
 
 Array = np.ndarray[Any, Any]
 
@@ -105,10 +112,14 @@ class Blocks:
 
     @classmethod
     def of(cls, layout: Layout, capacity: Sequence[int], hybrid: bool = False) -> Blocks:
-        """Kept for the last few (layout, capacity): both sides of an exchange ask for the same."""
-        return _blocks(layout, tuple(capacity), hybrid)
+        """The last ones are kept with the layout: both sides of an exchange ask for the same."""
+        capacity = tuple(capacity)
+        known: Blocks | None = layout.kept.get((Blocks, hybrid))
+        if known is None or known.capacity != capacity:
+            known = layout.kept[Blocks, hybrid] = _blocks(layout, capacity, hybrid)
+        return known
 
-    @property
+    @cached_property
     def count(self) -> int:
         """B."""
         return self.first[-1]
@@ -121,32 +132,33 @@ class Blocks:
     def payload_words(self) -> int:
         return sum(self.rooms)
 
-    @property
+    @cached_property
     def words(self) -> int:
         """Length of the body: directory and payload area."""
         return self.directory_words + self.payload_words
 
     @cached_property
-    def _tables(self) -> dict[torch.device, Tables]:
+    def kept(self) -> dict[Hashable, Any]:
+        """What devices have worked out from it."""
         return {}
 
     def tables(self, device: torch.device) -> Tables:
         """The geometry on `device`, made once."""
-        if device not in self._tables:
-            self._tables[device] = Tables(*(torch.from_numpy(table).to(device) for table in self._arrays()))
-        return self._tables[device]
+        if (Tables, device) not in self.kept:
+            self.kept[Tables, device] = Tables(*(torch.from_numpy(table).to(device) for table in self._arrays()))
+        known: Tables = self.kept[Tables, device]
+        return known
 
     @cached_property
     def arrays(self) -> tuple[Array, Array]:
-        """For compiled code: what `Tables` has of every block, [6, B], and the capacity, [K]."""
+        """For machine code: what `Tables` has of every block, [6, B], and the capacity, [K]."""
         *of_blocks, _, capacity = self._arrays()
         return np.stack(of_blocks), capacity
 
     def _arrays(self) -> tuple[Array, ...]:
         """In the order of `Tables`. By numpy, whose small operations take a third of torch's: a room changes often."""
         first, capacity, lengths = np.array(self.first), np.array(self.capacity), np.array(self.lengths)
-        offsets = np.array([slot.offset for slot in self.layout])
-        numels = np.array([slot.numel for slot in self.layout])
+        offsets, numels = (np.array(column, np.int64) for column in bounds(self.layout))
         tensor = np.repeat(np.arange(len(lengths)), np.diff(first))
         number = np.arange(self.count) - first[tensor]
         within = number * lengths[tensor]
@@ -157,9 +169,13 @@ class Blocks:
         return offsets[tensor] + within, length, count_bits, entry, entry_bits, tensor, first, capacity
 
 
-@lru_cache(maxsize=64)  # buckets of a step; the capacity changes from step to step
+def bounds(layout: Layout) -> tuple[list[int], list[int]]:
+    """The first place of every tensor, and its elements."""
+    return [slot.offset for slot in layout.slots], [slot.numel for slot in layout.slots]
+
+
 def _blocks(layout: Layout, capacity: tuple[int, ...], hybrid: bool) -> Blocks:
-    numels = [slot.numel for slot in layout]
+    numels = bounds(layout)[1]
     if len(capacity) != len(numels) or not all(0 <= room <= n for room, n in zip(capacity, numels, strict=True)):
         raise ValueError(f"expected a capacity of 0 to numel for each of {len(numels)} tensors, got {capacity}")
     pairs = list(zip(numels, capacity, strict=True))
@@ -171,3 +187,75 @@ def _blocks(layout: Layout, capacity: tuple[int, ...], hybrid: bool) -> Blocks:
     if blocks.words > MOST_WORDS:
         raise ValueError(f"a message of {blocks.words} words is longer than {MOST_WORDS}: use smaller buckets")
     return blocks
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where the parts of a bucket's message lie; `room` words for the body."""
+
+    layout: Layout
+    room: int
+    chunk: int
+    format: int
+    capacity: tuple[int, ...] = ()  # [K], the most elements of each tensor, where there are such
+    hybrid: bool = False  # with tau: codes are signs only, and the head's exponents mean nothing
+    blocks: Blocks | None = None  # of the compact format
+
+    @classmethod
+    def of(cls, layout: Layout, capacity: tuple[int, ...], chunk: int, hybrid: bool, compact: bool) -> Shape:
+        """Of sparse messages: the last ones are kept with the layout, because every step asks on both sides."""
+        key = (Shape, chunk, hybrid, compact)
+        known: Shape | None = layout.kept.get(key)
+        if known is None or known.capacity != capacity:
+            blocks = Blocks.of(layout, capacity, hybrid) if compact else None
+            room, format = (sum(capacity), WORDS) if blocks is None else (blocks.words, COMPACT)
+            known = layout.kept[key] = cls(layout, room, chunk, format, capacity, hybrid, blocks)
+        return known
+
+    @cached_property
+    def chunks(self) -> int:
+        return max(1, -(-self.layout.numel // self.chunk))
+
+    @cached_property
+    def counts(self) -> slice:
+        return slice(FIXED, FIXED + (self.chunks if self.format != BARE else 0))
+
+    @cached_property
+    def passed(self) -> slice:
+        return slice(self.counts.stop, self.counts.stop + self._tensors)
+
+    @cached_property
+    def exponents(self) -> slice:
+        return slice(self.passed.stop, self.passed.stop + -(-self._tensors // 4))
+
+    @cached_property
+    def orders(self) -> slice:
+        return slice(self.exponents.stop, self.exponents.stop + self._tensors * (self.format == COMPACT))
+
+    @cached_property
+    def body(self) -> slice:
+        return slice(self.orders.stop, self.words)
+
+    @cached_property
+    def words(self) -> int:
+        return int(self.orders.stop) + self.room
+
+    @cached_property
+    def _tensors(self) -> int:
+        """That the head tells of one by one."""
+        return 0 if self.format == BARE else len(self.layout.slots)
+
+    @cached_property
+    def most(self) -> int:
+        """The words that may be counted; compact blocks count for themselves."""
+        return self.room if self.format == WORDS else 0
+
+    @cached_property
+    def known(self) -> tuple[int, ...]:
+        """The words 0 to 7, which are the same on every rank but for the flags; step 0."""
+        digest = (int.from_bytes(self.layout.digest[i : i + 4], "little", signed=True) for i in (0, 4))
+        return MAGIC, self.format << 16 | VERSION, *digest, 0, 0, len(self.layout.slots), self.chunks
+
+    def fixed(self, step: int) -> list[int]:
+        """`known` in a step."""
+        return [*self.known[:4], step % STEPS, *self.known[5:]]
