@@ -88,7 +88,7 @@ def recorded(kind: Kind) -> tuple[Moments, list[Row]]:
     recorder = Recorder(kind.net, trainable(kind.net), **kind.options)
     try:
         (kind.loss(kind.net, slice(None)) / kind.batch).backward()
-        return {name: recorder.moment(name).clone() for name in recorder.ledgers}, recorder.coverage()
+        return {name: recorder.moment(name).clone() for name in recorder.accounts}, recorder.coverage()
     finally:
         recorder.remove()
 

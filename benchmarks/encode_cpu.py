@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codec import CHUNK, reference
-from gradwire.codec.cpu import kernels as cpu
+from gradwire.codec.cpu import codec as cpu
 from gradwire.layout import Layout
 from gradwire.methods import Context
 from gradwire.methods.vgc import VGC
@@ -52,8 +52,8 @@ class Case:
 
     def encode(self, kernel: Any = cpu) -> None:
         rule = VGC(alpha=1.0).rule
-        state = (self.residual, self.variance)
-        kernel.encode(self.grad, self.moment, *state, None, LAYOUT, rule, self.capacity, 0, CHUNK)
+        inputs = (self.grad, self.moment, self.residual, self.variance, None, LAYOUT, rule, self.capacity)
+        kernel.select(*inputs, 0, CHUNK)
 
     def clear(self) -> None:
         """Between two encodes: what passes must pass again, and the caches are cold."""

@@ -110,20 +110,20 @@ def encode_ms(case: Case, run: Callable[[Tensor, Tensor], object]) -> float:
 
 
 def encode_measurements() -> Iterator[Measurement]:
-    from gradwire.codec.compact import Blocks
-    from gradwire.codec.gpu import kernels as gpu
+    from gradwire.codec.form import Blocks
+    from gradwire.codec.gpu import codec as gpu
 
     for n_tensors in (1, 64):
         layout = layout_of(n_tensors, N_ELEMENTS)
         for ratio in RATIOS:
-            case = Case.make(layout, ratio, gpu.encode)
+            case = Case.make(layout, ratio, gpu.select)
             blocks = Blocks.of(layout, case.capacity)
 
             def words(residual: Tensor, variance: Tensor, case: Case = case) -> Selection:
-                return case.encode(gpu.encode, residual, variance)
+                return case.encode(gpu.select, residual, variance)
 
             def compact(residual: Tensor, variance: Tensor, case: Case = case, blocks: Blocks = blocks) -> object:
-                chosen = case.encode(gpu.encode, residual, variance)
+                chosen = case.encode(gpu.select, residual, variance)
                 return gpu.pack(chosen.words, chosen.counts, chosen.codes, blocks, CHUNK)
 
             n_sent = int(words(case.residual.clone(), case.variance.clone()).counts.sum())
@@ -136,16 +136,16 @@ def encode_measurements() -> Iterator[Measurement]:
 
 
 def decode_measurements() -> Iterator[Measurement]:
-    from gradwire.codec.compact import Blocks
-    from gradwire.codec.gpu import kernels as gpu
+    from gradwire.codec.form import Blocks
+    from gradwire.codec.gpu import codec as gpu
 
     layout = layout_of(64, N_ELEMENTS)
-    capacity = Case.make(layout, DECODE_RATIO, gpu.encode).capacity
+    capacity = Case.make(layout, DECODE_RATIO, gpu.select).capacity
     chosen = []
     for rank in range(RANKS):
-        case = Case.make(layout, DECODE_RATIO, gpu.encode, rank)
+        case = Case.make(layout, DECODE_RATIO, gpu.select, rank)
         case.capacity = capacity
-        chosen.append(case.encode(gpu.encode, case.residual, case.variance))
+        chosen.append(case.encode(gpu.select, case.residual, case.variance))
         del case
     blocks = Blocks.of(layout, capacity)
     packed = [gpu.pack(one.words, one.counts, one.codes, blocks, CHUNK) for one in chosen]

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from gradwire.codec import Rule, compact, reference
-from gradwire.codec.compact import Blocks
+from gradwire.codec import CHUNK, Rule, compact, reference, words
+from gradwire.codec.form import Blocks
 from gradwire.exchange.room import padded
 from gradwire.layout import Layout
 from gradwire.tools.train.digits import open_digits
@@ -168,15 +168,17 @@ def speed_row(what: str, call: Callable[[], object], n: int) -> Row:
 
 
 def speed_rows() -> Iterator[Row]:
-    from gradwire.codec.cpu import compact as compact_cpu
+    from gradwire.codec.cpu import codec as cpu
 
     for ratio, numel in ((10, 1 << 24), (1000, 1 << 28)):
         sent = scattered([(numel,)], ratio)
-        blocks, n = sent.blocks(), len(sent.index)
-        orders, body = compact_cpu.pack(sent.index, sent.code, blocks)
+        blocks, n, one = sent.blocks(), len(sent.index), torch.ones(1, dtype=torch.bool)
+        given, counts = words.pack(sent.index, sent.code, CHUNK), torch.tensor([len(sent.index)])
+        orders, body = cpu.pack(given, counts, torch.empty(0), blocks, CHUNK)
         pack = f"pack, million elements a second and core, ratio {ratio}"
-        yield speed_row(pack, lambda s=sent, b=blocks: compact_cpu.pack(s.index, s.code, b), n)
-        yield speed_row(f"un{pack}", lambda o=orders, w=body, b=blocks: compact_cpu.unpack(o, w, b), n)
+        yield speed_row(pack, lambda g=given, c=counts, b=blocks: cpu.pack(g, c, g, b, CHUNK), n)
+        read = (orders[None], body[None], one, blocks, CHUNK)
+        yield speed_row(f"un{pack}", lambda read=read: cpu.unpack(*read), n)
 
 
 def rows() -> Iterator[Row]:

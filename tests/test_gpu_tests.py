@@ -120,11 +120,11 @@ def test_no_more_is_needed_than_torch_triton_and_pytest(tmp_path: Path) -> None:
     ("name", "meets"),
     [
         ("src/gradwire/exchange/courier.py", True),
-        ("src/gradwire/moments/compiled_layers.py", True),  # torch.compile
-        ("src/gradwire/codec/gpu/kernels.py", True),
-        ("src/gradwire/codec/cpu/kernels.py", False),
+        ("src/gradwire/moments/torch_compile/layer_operator.py", True),  # torch.compile
+        ("src/gradwire/codec/gpu/encode.py", True),
+        ("src/gradwire/codec/cpu/encode.py", False),
         ("src/gradwire/codec/cpu/decode.py", False),
-        ("src/gradwire/codec/cpu/compact_pack.py", False),
+        ("src/gradwire/codec/cpu/pack.py", False),
         ("src/gradwire/tools/cli/plan.py", False),
     ],
 )

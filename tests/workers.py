@@ -17,7 +17,7 @@ import torch
 TIMEOUT = 60  # seconds, of the process group and of one call
 # Imported once, by the process that all workers are forked from: two to three seconds of a core a worker. DDP needs
 # torch._dynamo, kernels need numba. None of them starts a thread when it is imported.
-READY = ["torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "gradwire", "gradwire.codec.cpu.kernels"]
+READY = ["torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "gradwire", "gradwire.codec.cpu.codec"]
 
 
 class WorkerError(AssertionError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -74,6 +74,11 @@ class Layout:
         """Eight bytes that another model's bucket does not have."""
         text = "\n".join(f"{slot.name} {slot.shape}" for slot in self.slots)
         return hashlib.sha256(text.encode()).digest()[:8]
+
+    @cached_property
+    def kept(self) -> dict[Hashable, Any]:
+        """What others have worked out from this layout, under names of their own; it goes when the layout goes."""
+        return {}
 
     @cached_property
     def _tables(self) -> dict[torch.device, Tensor]:

@@ -174,7 +174,7 @@ def check_exchange(device: str) -> None:
         wanted = torch.stack([method.plain_write(grad, groups_of(LAYOUT, group), at).words for grad, at in pairs])
         with pytest.MonkeyPatch.context() as patch:
             if device == "cpu":
-                patch.setattr(qsgd, "compiles", lambda device: False)
+                patch.setattr(qsgd, "numba_ready", lambda device: False)
                 patch.setattr(qsgd, "triton_ready", lambda device: True)
             for name in ("write", "put"):
                 patch.setattr(triton_qsgd(), name, counted(getattr(triton_qsgd(), name), calls))

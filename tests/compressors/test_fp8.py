@@ -61,7 +61,7 @@ def test_machine_code_has_the_bits_of_torch(monkeypatch: pytest.MonkeyPatch, for
 
     ours = results()
     with monkeypatch.context() as patch:
-        patch.setattr(fp8, "compiles", lambda device: False)
+        patch.setattr(fp8, "numba_ready", lambda device: False)
         torchs = results()
     assert all(torch.equal(one, two) for one, two in zip(ours, torchs, strict=True))
 
@@ -78,7 +78,7 @@ def test_the_ends_of_float32(monkeypatch: pytest.MonkeyPatch, format: str, size:
     error = (done.mean - grad).abs().max() / size
     assert float(error) <= (0.07 if format == "e4m3" else 0.13) or size < 1e-36
     with monkeypatch.context() as patch:
-        patch.setattr(fp8, "compiles", lambda device: False)
+        patch.setattr(fp8, "numba_ready", lambda device: False)
         assert torch.equal(InProcess(FP8(format), layout)([grad]).mean, done.mean)
 
 
@@ -86,7 +86,7 @@ def test_the_ends_of_float32(monkeypatch: pytest.MonkeyPatch, format: str, size:
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_code_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch, format: str, compiled: bool) -> None:
     if not compiled:
-        monkeypatch.setattr(fp8, "compiles", lambda device: False)
+        monkeypatch.setattr(fp8, "numba_ready", lambda device: False)
     ranks = InProcess(FP8(format), SMALL)
     context = ranks.context()
     for code in (0x7F, 0xFF) if format == "e4m3" else (0x7C, 0x7D, 0x7F, 0xFC, 0xFF):

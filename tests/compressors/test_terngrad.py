@@ -61,7 +61,7 @@ def test_compiled_and_plain_are_the_same_bits(monkeypatch, method, n_threads):
     extreme[-3:] = torch.tensor([1e-45, -1e-42, 0.0])
     grads = [torch.cat([torch.randn(600 * 512) * 1e-3 + 1.0, part]) for part in (gradient(1), extreme)]
     compiled = bytes_and_mean(method, grads, layout)
-    monkeypatch.setattr(terngrad, "compiles", lambda device: False)
+    monkeypatch.setattr(terngrad, "numba_ready", lambda device: False)
     for one, two in zip(compiled, bytes_and_mean(method, grads, layout), strict=True):
         assert torch.equal(one, two)
 
@@ -103,7 +103,7 @@ def test_ranks_round_independently():
 @pytest.mark.parametrize("byte", [243, 255])
 def test_a_byte_that_is_no_five_trits_is_refused(monkeypatch, byte, compiled):
     if not compiled:
-        monkeypatch.setattr(terngrad, "compiles", lambda device: False)
+        monkeypatch.setattr(terngrad, "numba_ready", lambda device: False)
     method, context = TernGrad(), Context(LAYOUT, 0)
     message = method.encode(gradient(0), None, None, context).data
     message[20:].view(torch.uint8)[5] = byte

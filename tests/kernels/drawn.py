@@ -20,9 +20,9 @@ SIZES = [33, 1, 0, 1500, 31]
 
 
 def kernels() -> Any:
-    from gradwire.codec.gpu import kernels as gpu
+    from gradwire.codec.gpu import codec
 
-    return gpu
+    return codec
 
 
 def layout_of(sizes: list[int]) -> Layout:
@@ -44,5 +44,5 @@ def messages(
     capacity = tuple(int(share * size) for size in sizes)
     for rank in range(ranks):
         state = [torch.zeros(layout.numel, device=device) for _ in range(2)]
-        found.append(reference.encode(*draw(layout, rank, device), *state, None, layout, rule, capacity, rank, chunk))
+        found.append(reference.select(*draw(layout, rank, device), *state, None, layout, rule, capacity, rank, chunk))
     return layout, capacity, found

@@ -1,4 +1,4 @@
-"""What Triton's interpreter lacks: shared memory, in numpy for the PTX of kernels/triton_shared.py, and a mend."""
+"""What Triton's interpreter lacks: shared memory, in numpy for the PTX of codec/gpu/shared_memory.py, and a mend."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def mend() -> None:
 
 
 def install() -> None:
-    from gradwire.codec.gpu import shared as triton_shared
+    from gradwire.codec.gpu import shared_memory
 
     mend()
     for function in (reserve, clear, put, add, increment, get, put_four, get_four):
-        setattr(triton_shared, function.__name__, function)
+        setattr(shared_memory, function.__name__, function)

@@ -5,7 +5,9 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +26,9 @@ RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
 
 def shape(tile: int, device: str) -> dict[str, Any]:
     """Small tiles in the interpreter, so that a small bucket has several groups; those in use on a GPU."""
-    gpu = kernels()
-    return {} if device == "cuda" else {"shape": gpu.Shape(size=tile, group=4, warps=4)}
+    from gradwire.codec.gpu.encode import Tiling
+
+    return {} if device == "cuda" else {"tiling": Tiling(size=tile, group=4, warps=4)}
 
 
 def same(left: Selection, right: Selection) -> None:
@@ -45,8 +48,12 @@ def run(
     active: list[bool] | None = None,
     tile: int = 256,
     spoil: Callable[[Tensor, Tensor], None] = lambda grad, moment: None,
+    lean: bool = False,
 ) -> Selection:
-    """Several steps of both; after every step all results, r and v are equal, and after the last one's undo."""
+    """Several steps of both; after every step all results, r and v are equal, and after the last one's undo.
+
+    lean: the kernels have no variance, as with alpha = 0 it counts for nothing.
+    """
     layout = layout_of(sizes)
     capacity = tuple(int(share * size) for size in sizes)
     live = None if active is None else torch.tensor(active, device=device)
@@ -55,13 +62,14 @@ def run(
         grad, moment = draw(layout, step, device)
         spoil(grad, moment)
         common = (live, layout, rule, capacity, step, chunk)
-        one = reference.encode(grad, moment, *left, *common)
-        two = kernels().encode(grad, moment, *right, *common, **shape(tile, device))
+        one = reference.select(grad, moment, *left, *common)
+        given = (grad, None, right[0], None) if lean else (grad, moment, *right)
+        two = kernels().select(*given, *common, **shape(tile, device))
         same(one, two)
-        assert all(map(torch.equal, left, right)), step
+        assert all(map(torch.equal, left[: 2 - lean], right[: 2 - lean])), step
     one.undo()
     two.undo()
-    assert all(map(torch.equal, left, right))
+    assert all(map(torch.equal, left[: 2 - lean], right[: 2 - lean]))
     return two
 
 
@@ -71,15 +79,34 @@ def check_rule(device: str, name: str) -> None:
     assert int(free.counts.sum()) > int(short.counts.sum()) > 0 == int(none.counts.sum())
 
 
-def check_spills(device: str, name: str) -> None:
-    """More passes than the scratch has room for: here 75 eights, so that most tiles are spilled."""
-    gpu = kernels()
+def check_lean(device: str, name: str) -> None:
+    """Without a variance: room for all, for some, and candidates spilled."""
+    rule = replace(RULES[name], alpha=0.0, floor=0.0 if name == "hybrid" else 2.0)
+    for share in (1.0, 0.1):
+        assert int(run(device, rule, SIZES, share, chunk=700, lean=True).counts.sum()) > 0
+    run(device, rule, SIZES, 0.5, active=[True, False, True, True, False], lean=True)
+    run(device, replace(rule, density=None if name == "hybrid" else 0.05), SIZES, 0.1, lean=True)
+    with few_eights():
+        run(device, rule, [3000, 777] if device == "cpu" else [3_000_000, 777], 0.1, chunk=2000, lean=True)
+
+
+@contextlib.contextmanager
+def few_eights() -> Iterator[None]:
+    """So many that most tiles find the scratch full."""
+    from gradwire.codec.gpu import encode as gpu
+
     before, gpu._room = gpu._room, lambda tiles, n_words: (75, 600 + n_words)
     try:
-        sizes = [3000, 777] if device == "cpu" else [3_000_000, 777]
-        found = run(device, RULES[name], sizes, 0.1, chunk=2000)
+        yield
     finally:
         gpu._room = before
+
+
+def check_spills(device: str, name: str) -> None:
+    """More passes than the scratch has room for: here 75 eights, so that most tiles are spilled."""
+    with few_eights():
+        sizes = [3000, 777] if device == "cpu" else [3_000_000, 777]
+        found = run(device, RULES[name], sizes, 0.1, chunk=2000)
     assert int(found.passed.sum()) > 600
     assert int(found.counts.sum()) > 100
 
@@ -192,6 +219,7 @@ def check_damage(device: str) -> None:
 CASES: dict[str, Callable[[str], None]] = {
     **{f"rule {name}": lambda device, name=name: check_rule(device, name) for name in RULES},
     **{f"spills {name}": lambda device, name=name: check_spills(device, name) for name in ("unbiased", "hybrid")},
+    **{f"lean {name}": lambda device, name=name: check_lean(device, name) for name in ("basic", "floor", "hybrid")},
     "sizes": check_sizes,
     "edges": check_edges,
     "add": check_add,
@@ -207,16 +235,13 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.codec.gpu import launch_compact as gpu_compact
-    from gradwire.codec.gpu import launch_decode as gpu_decode
-    from gradwire.codec.gpu import launch_directory as gpu_directory
-    from gradwire.codec.gpu import launch_unpack as gpu_unpack
+    from gradwire.codec.gpu import decode, directory, head, pack, unpack
 
     interpreter.install()
-    gpu_decode.CHECKED = gpu_decode.SUMMED = gpu_decode.WRITTEN = 64  # so that a small message has several parts
-    gpu_decode.TILE, gpu_decode.ADDED, gpu_decode.SEARCHED = 256, 16, 4
-    gpu_compact.FOUND, gpu_unpack.PART = 4, 2
-    gpu_directory.SMALL, gpu_directory.ADDED = 64, 2
+    decode.CHECKED = head.SUMMED = decode.WRITTEN = 64  # so that a small message has several parts
+    decode.TILE, decode.ADDED, decode.SEARCHED = 256, 16, 4
+    pack.FOUND, unpack.PART = 4, 2
+    directory.SMALL, directory.ADDED = 64, 2
     interpreted.serve(CASES)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from drawn import kernels, layout_of
 from scored import RULES, SIZES, extreme, faint, tied
-from test_triton import run, same, shape
+from test_triton import few_eights, run, same, shape
 from torch import Tensor
 
 import interpreted
@@ -21,7 +21,7 @@ from gradwire.codec import CHUNK, Rule, Selection, reference
 from gradwire.methods.base import Context
 
 
-def changing(encode: Callable[..., Selection], device: str, **options: Any) -> None:
+def changing(select: Callable[..., Selection], device: str, **options: Any) -> None:
     """Kernels against the reference where every step has another density, as under a budget."""
     layout = layout_of([33, 1, 0, 1500, 31])
     states = [[torch.zeros(layout.numel, device=device) for _ in range(2)] for _ in range(2)]
@@ -31,8 +31,8 @@ def changing(encode: Callable[..., Selection], device: str, **options: Any) -> N
         assert rule == Rule(0.5, 0.999, None, 0.0, False, "paper", density)
         samples = torch.randn(4, layout.numel, generator=torch.Generator().manual_seed(step)).to(device)
         inputs, common = (samples.sum(0), samples.square().sum(0)), (None, layout, rule, rooms, step, CHUNK)
-        one = reference.encode(*inputs, *states[0], *common)
-        same(one, encode(*inputs, *states[1], *common, **options))
+        one = reference.select(*inputs, *states[0], *common)
+        same(one, select(*inputs, *states[1], *common, **options))
         assert all(map(torch.equal, *states)), step
         n_sent.append(int(one.counts.sum()))
     assert n_sent[4] > n_sent[1] > n_sent[0] > n_sent[3] > n_sent[5] > 0
@@ -45,15 +45,11 @@ def check_rule(device: str, name: str) -> None:
 
 def check_spills(device: str) -> None:
     """More passes than the scratch has room for: later kernels ask for the limit again."""
-    gpu = kernels()
-    before, gpu._room = gpu._room, lambda tiles, n_words: (75, 600 + n_words)
-    try:
+    with few_eights():
         sizes = [777, 3000] if device == "cpu" else [777, 3_000_000]
         for name in ("3/2, more than there are", "1/8"):
             found = run(device, RULES[name], sizes, 0.1, chunk=2000)
             assert int(found.passed.sum()) > 600
-    finally:
-        gpu._room = before
 
 
 def check_edges(device: str) -> None:
@@ -83,7 +79,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "spills": check_spills,
     "edges": check_edges,
     "sizes": check_sizes,
-    "density that changes": lambda device: changing(kernels().encode, device, **shape(256, device)),
+    "density that changes": lambda device: changing(kernels().select, device, **shape(256, device)),
 }
 
 
@@ -91,10 +87,10 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.codec.gpu import launch_scores as gpu_scores
+    from gradwire.codec.gpu import scores
 
     interpreter.install()
-    gpu_scores.ROWS = 2  # so that a group has several programs
+    scores.ROWS = 2  # so that a group has several programs
     interpreted.serve(CASES)
 
 

@@ -10,7 +10,7 @@ from drawn import RULES, SIZES, kernels, layout_of, messages
 from torch import Tensor
 
 from gradwire.codec import CHUNK, compact, header, reference
-from gradwire.codec.compact_blocks import Blocks
+from gradwire.codec.form import Blocks
 
 
 def check_head(device: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire import FP8, VGC
 from gradwire.codec import compact, header, words
-from gradwire.codec.compact import Blocks
+from gradwire.codec.form import Blocks
 from gradwire.layout import Layout
 from gradwire.methods import Context
 

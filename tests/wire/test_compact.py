@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gradwire.codec import compact
-from gradwire.codec.compact import Blocks, room_words
-from gradwire.codec.compact_blocks import block_length, low_bits
+from gradwire.codec.form import Blocks, block_length, low_bits, room_words
 from gradwire.errors import MessageError
 from gradwire.layout import Layout
 
-compact_cpu = pytest.importorskip("gradwire.codec.cpu.compact", reason="Numba is not installed", exc_type=ImportError)
-BOTH = (compact, compact_cpu)
+on_cpu = pytest.importorskip("on_cpu", reason="Numba is not installed", exc_type=ImportError)
+BOTH = (compact, on_cpu)
 NUMELS = (0, 1, 2, 31, 33, 256, 257, 1000, 5000, 65537)
 PATTERNS = ("empty", "full", "one", "last", "random", "sparse", "cluster", "comb")
 
@@ -81,11 +80,17 @@ def used_words(body: Tensor, blocks: Blocks) -> int:
 @settings(max_examples=120, deadline=None)
 def test_what_is_packed_comes_back_and_both_write_the_same_bytes(drawn):
     orders, body = compact.pack(drawn.index, drawn.code, drawn.blocks)
-    fast_orders, fast_body = compact_cpu.pack(drawn.index, drawn.code, drawn.blocks)
+    fast_orders, fast_body = on_cpu.pack(drawn.index, drawn.code, drawn.blocks)
     assert body.dtype == orders.dtype == torch.int32
     assert len(body) == drawn.blocks.words
     assert torch.equal(orders, fast_orders)
     assert torch.equal(body, fast_body)
+    in_lists = on_cpu.pack(drawn.index, drawn.code, drawn.blocks, chunk=300)  # of which a block has several
+    assert torch.equal(in_lists[0], orders)
+    assert torch.equal(in_lists[1], body)
+    index, code = on_cpu.unpack(orders, body, drawn.blocks, chunk=300)
+    assert torch.equal(index, drawn.index)
+    assert torch.equal(code, drawn.code)
     for module in BOTH:
         index, code = module.unpack(orders, body, drawn.blocks)
         assert (index.dtype, code.dtype) == (torch.int64, torch.int32)
@@ -101,8 +106,8 @@ def test_many_threads_write_the_same_bytes(monkeypatch):
     results = []
     for n_threads in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda n=n_threads: n)
-        packed = compact_cpu.pack(index, code, blocks)
-        results.append((*packed, *compact_cpu.unpack(*packed, blocks)))
+        packed = on_cpu.pack(index, code, blocks)
+        results.append((*packed, *on_cpu.unpack(*packed, blocks)))
     assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
     assert torch.equal(results[0][1], compact.pack(index, code, blocks)[1])
 
@@ -198,13 +203,12 @@ def test_the_room_is_tight(ratio, hybrid):
     blocks = Blocks.of(Layout.of([("a", (numel,))]), (capacity,), hybrid)
     lengths = blocks.tables(torch.device("cpu")).length.numpy()
     index, code = worst(blocks, capacity * lengths // numel, reverse=False)
-    used = used_words(compact_cpu.pack(index, code, blocks)[1], blocks)
+    used = used_words(on_cpu.pack(index, code, blocks)[1], blocks)
     assert blocks.payload_words == room_words(numel, capacity, hybrid)
     assert blocks.payload_words - 2 * blocks.count <= used <= blocks.payload_words
 
 
-@pytest.mark.parametrize("module", BOTH, ids=["reference", "numba"])
-def test_elements_that_cannot_be_sent_are_refused(module):
+def test_elements_that_cannot_be_sent_are_refused():
     layout = Layout.of([("a", (100,)), ("b", (100,)), ("c", (100,))])
     blocks, signs = Blocks.of(layout, (3, 0, 100)), Blocks.of(layout, (3, 0, 100), hybrid=True)
     for index, code, geometry, text in [
@@ -220,7 +224,7 @@ def test_elements_that_cannot_be_sent_are_refused(module):
         ([4], [0], Blocks.of(layout, (0, 0, 0)), "inside"),
     ]:
         with pytest.raises(ValueError, match=text):
-            module.pack(torch.tensor(index), torch.tensor(code, dtype=torch.int32), geometry)
+            compact.pack(torch.tensor(index), torch.tensor(code, dtype=torch.int32), geometry)
 
 
 def opened(module, orders: Tensor, body: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor] | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.codec.compiling import compiles, triton_ready
+from gradwire.codec import numba_ready, triton_ready
 from gradwire.compile.threads import equal_parts, shared
 from gradwire.layout import Layout, Slot
 
@@ -46,7 +46,7 @@ def bits(seed: int, step: int, where: Layout | Slot, device: torch.device, rank:
         from gradwire.arithmetic import draws_gpu as triton_draws
 
         return triton_draws.bits(keys(seed, step, layout, rank), layout, device)
-    if not compiles(device):
+    if not numba_ready(device):
         return reference_bits(seed, step, layout, device, rank)
     from gradwire.arithmetic import draws_cpu as compiled_draws
 

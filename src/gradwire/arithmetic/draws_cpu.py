@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 
 
-@compiled
+@machine_code
 def mix(x: np.uint32) -> np.uint32:
     """As draws.py defines it. Numba widens what 32-bit numbers make to 64 bits: each result is cut again."""
     x = np.uint32(x ^ (x >> np.uint32(16)))
@@ -17,13 +17,13 @@ def mix(x: np.uint32) -> np.uint32:
     return np.uint32(x ^ (x >> np.uint32(16)))
 
 
-@compiled
+@machine_code
 def draw(index: int, first: np.uint32, second: np.uint32) -> np.uint32:
     """One draw of the tensor with these words of its key; index: in the flat vector."""
     return mix(np.uint32(mix(np.uint32(np.uint32(index) + first)) + second))
 
 
-@compiled
+@machine_code
 def fill(begin: int, end: int, ends: Array, keys: Array, out: Array) -> None:
     """out[begin:end] = the draws; ends: of the tensors."""
     words, slot = keys.view(np.uint32), np.searchsorted(ends, begin, side="right")

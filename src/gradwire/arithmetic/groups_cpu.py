@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 
 
-@compiled
+@machine_code
 def largest(first: int, last: int, flat: Array, begins: Array, ends: Array, out: Array) -> None:
     """The largest |element| of each group. Its bits are compared: a maximum of integers is a vector's operation."""
     bits, result = flat.view(np.int32), out.view(np.int32)
@@ -21,7 +21,7 @@ def largest(first: int, last: int, flat: Array, begins: Array, ends: Array, out:
         result[group] = top
 
 
-@compiled
+@machine_code
 def fold(values: Array, count: int) -> np.float64:
     """The sum of values[:count], which it overwrites: the second half of a power of two is added to the first.
 
@@ -40,7 +40,7 @@ def fold(values: Array, count: int) -> np.float64:
     return np.float64(values[0])
 
 
-@compiled
+@machine_code
 def norms(first: int, last: int, flat: Array, begins: Array, ends: Array, out: Array) -> None:
     """The 2-norm of each group, in double precision and then rounded; not above the largest float32."""
     squares = np.empty(max(np.max(ends[first:last] - begins[first:last]), 1) if last > first else 1, np.float64)

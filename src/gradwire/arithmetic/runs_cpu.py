@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.runs import Runs
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import equal_parts, shared
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -29,7 +29,7 @@ def largest(flat: Tensor, runs: Runs) -> Tensor:
     return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 
-@compiled
+@machine_code
 def largest_part(part: int, begin: int, end: int, flat: Array, ends: Array, tops: Array) -> None:
     """tops[part]: the bits of the largest |x| of each run."""
     run, at = np.searchsorted(ends, begin, side="right"), begin
@@ -39,7 +39,7 @@ def largest_part(part: int, begin: int, end: int, flat: Array, ends: Array, tops
         run, at = run + 1, stop
 
 
-@compiled
+@machine_code
 def largest_bits(flat: Array) -> np.int32:
     """As integers, whose order is that of the magnitudes: so the loop is vectorized."""
     bits, top = flat.view(np.int32), np.int32(0)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.runs import Runs
-from gradwire.codec import fields
-from gradwire.codec.compiling import compiles
+from gradwire.codec import fields, numba_ready
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -105,4 +104,4 @@ def _below(p: Tensor, zero_below: bool) -> Tensor:
 
 def _compiled(tensor: Tensor) -> ModuleType | None:
     """The same functions as machine code, where there is a compiler for it."""
-    return importlib.import_module("gradwire.arithmetic.signs_cpu") if compiles(tensor.device) else None
+    return importlib.import_module("gradwire.arithmetic.signs_cpu") if numba_ready(tensor.device) else None

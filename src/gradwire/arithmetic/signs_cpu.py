@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwire.arithmetic.runs import Runs
 from gradwire.arithmetic.runs_cpu import MAGNITUDE, WORD, largest, largest_bits, parts
 from gradwire.arithmetic.signs import LARGEST
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
 TILE = 4096  # elements that stay in the first cache while all that is done to them is done; whole words
@@ -62,7 +62,7 @@ def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, runs: Runs) -> N
     shared(parts(runs.numel), _add, bits.numpy(), *values, runs.ends, out.numpy())
 
 
-@compiled
+@machine_code
 def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends: Array, tops: Array) -> None:
     run, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
@@ -74,13 +74,13 @@ def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends:
         at = stop
 
 
-@compiled
+@machine_code
 def _sum(grad: Array, residual: Array) -> None:
     for i in range(grad.size):
         grad[i] = min(max(grad[i] + residual[i], LEAST), MOST)
 
 
-@compiled
+@machine_code
 def _magnitudes(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
     run, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
@@ -89,7 +89,7 @@ def _magnitudes(part: int, begin: int, end: int, p: Array, factors: Array, ends:
         run, at = run + 1, stop
 
 
-@compiled
+@machine_code
 def _magnitude(p: Array, factor: np.float32) -> np.int64:
     total = np.int64(0)
     for i in range(p.size):
@@ -97,7 +97,7 @@ def _magnitude(p: Array, factor: np.float32) -> np.int64:
     return total
 
 
-@compiled
+@machine_code
 def _sides(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
     run, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
@@ -106,7 +106,7 @@ def _sides(part: int, begin: int, end: int, p: Array, factors: Array, ends: Arra
         run, at = run + 1, stop
 
 
-@compiled
+@machine_code
 def _both(p: Array, factor: np.float32) -> tuple[np.int64, np.int64, np.int64]:
     """Sum above, minus the sum below, how many are below."""
     total, size, n_below = np.int64(0), np.int64(0), np.int64(0)
@@ -118,7 +118,7 @@ def _both(p: Array, factor: np.float32) -> tuple[np.int64, np.int64, np.int64]:
     return (size + total) // 2, (size - total) // 2, n_below
 
 
-@compiled
+@machine_code
 def _pack(part: int, begin: int, end: int, p: Array, zero_below: bool, words: Array) -> None:
     """The words of elements begin .. end; begin is the first of a word."""
     bits, extra = p.view(np.int32), np.int32(zero_below)
@@ -129,7 +129,7 @@ def _pack(part: int, begin: int, end: int, p: Array, zero_below: bool, words: Ar
         words[whole // WORD] = _last_word(bits[whole:end], extra)
 
 
-@compiled
+@machine_code
 def _word(bits: Array, extra: np.int32) -> np.int32:
     word = np.int32(0)
     for i in range(32):
@@ -137,7 +137,7 @@ def _word(bits: Array, extra: np.int32) -> np.int32:
     return word
 
 
-@compiled
+@machine_code
 def _last_word(bits: Array, extra: np.int32) -> np.int32:
     word = np.int32(0)
     for i in range(bits.size):
@@ -145,13 +145,13 @@ def _last_word(bits: Array, extra: np.int32) -> np.int32:
     return word
 
 
-@compiled
+@machine_code
 def _negative(bits: np.int32, extra: np.int32) -> np.int32:
     """1 for a negative float32; of a zero, also of -0, `extra`."""
     return np.int32(bits < np.int32(0)) if bits & MAGNITUDE else extra
 
 
-@compiled
+@machine_code
 def _settle(
     part: int,
     begin: int,
@@ -177,7 +177,7 @@ def _settle(
             at = stop
 
 
-@compiled
+@machine_code
 def _keep(p: Array, high: np.float32, low: np.float32, zero_below: bool, residual: Array) -> None:
     of_zero = low if zero_below else high
     for i in range(p.size):
@@ -185,7 +185,7 @@ def _keep(p: Array, high: np.float32, low: np.float32, zero_below: bool, residua
         residual[i] = p[i] - (of_zero if p[i] == ZERO else sent)
 
 
-@compiled
+@machine_code
 def _add(part: int, begin: int, end: int, bits: Array, highs: Array, lows: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
     below = np.empty(TILE, np.int32)
@@ -205,7 +205,7 @@ def _add(part: int, begin: int, end: int, bits: Array, highs: Array, lows: Array
                 at = stop
 
 
-@compiled
+@machine_code
 def _spread(words: Array, below: Array) -> None:
     """One number an element: its bit."""
     for i in range(words.size):
@@ -214,7 +214,7 @@ def _spread(words: Array, below: Array) -> None:
             below[first + j] = (word >> np.int32(j)) & np.int32(1)
 
 
-@compiled
+@machine_code
 def _choose(below: Array, high: np.float32, low: np.float32, out: Array) -> None:
     for i in range(out.size):
         out[i] += low if below[i] else high

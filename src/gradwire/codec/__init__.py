@@ -1,4 +1,4 @@
-"""The arithmetic of steps 2 to 4 and 6, chosen by device. `reference` is the definition of right."""
+"""Steps 2 to 4 and 6, from a gradient to the message and back, by device. `reference` is the definition of right."""
 
 from __future__ import annotations
 
@@ -10,32 +10,39 @@ from typing import cast
 import torch
 
 from gradwire.codec import reference
-from gradwire.codec.interface import CHUNK, PROBLEMS, SMALLEST, Kernels, Rule, Selection
+from gradwire.codec.interface import CHUNK, PROBLEMS, SMALLEST, Codec, Encoded, Rule, Selection
 
-__all__ = ["CHUNK", "PROBLEMS", "SMALLEST", "Kernels", "Rule", "Selection", "select"]
+__all__ = ["CHUNK", "PROBLEMS", "SMALLEST", "Codec", "Encoded", "Rule", "Selection", "numba_ready", "select"]
+__all__ += ["triton_ready"]
 
 # by device: the module, and the compiler it needs. Loaded when first asked for: a compiler takes a second to import.
-COMPILED = {"cpu": ("gradwire.codec.cpu.kernels", "numba"), "cuda": ("gradwire.codec.gpu.kernels", "triton")}
-
-
-def select(device: torch.device) -> Kernels:
-    """The kernels for `device`: a module with the functions of `reference`, same names, same results."""
-    return _load(device.type)
+DEVICES = {"cpu": ("gradwire.codec.cpu.codec", "numba"), "cuda": ("gradwire.codec.gpu.codec", "triton")}
 
 
 @functools.cache
-def _load(kind: str) -> Kernels:
-    if kind not in COMPILED:
+def select(device: torch.device) -> Codec:
+    """The codec for `device`: a module with the functions of `reference`, same names, same results."""
+    if device.type not in DEVICES:
         return reference
-    name, compiler = COMPILED[kind]
+    name, compiler = DEVICES[device.type]
     try:
         importlib.import_module(compiler)
     except ImportError:
         # a new Python comes out months before its compilers do
         warnings.warn(
-            f"gradwire: {compiler} is not installed, so the kernels for {kind} are plain torch: the same results, more "
-            f"than ten times slower. pip install {compiler}",
-            stacklevel=4,
+            f"gradwire: {compiler} is not installed, so the kernels for {device.type} are plain torch: the same "
+            f"results, more than ten times slower. pip install {compiler}",
+            stacklevel=3,
         )
         return reference
-    return cast(Kernels, importlib.import_module(name))
+    return cast(Codec, importlib.import_module(name))
+
+
+def numba_ready(device: torch.device) -> bool:
+    """Whether loops of machine code take the place of plain torch: on a CPU where Numba is installed."""
+    return device.type == "cpu" and select(device) is not reference
+
+
+def triton_ready(device: torch.device) -> bool:
+    """Whether Triton's kernels take the place of plain torch: on a CUDA device where Triton is installed."""
+    return device.type == "cuda" and select(device) is not reference

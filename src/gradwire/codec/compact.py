@@ -1,8 +1,8 @@
 """The compact format: about 1.05 of Shannon's bound, not 32 bits an element. Plain torch: the definition of right.
 
-docs/wire-format.md specifies it. In short: a bucket is cut into blocks (compact_blocks.py); a directory says how long
-each block's payload is; a payload is a count c and four planes: the low k bits of every gap, sign and class of every
-code, the high part of every gap in unary, the extra bits of every code. `compact_cpu` gives the same bytes, fast.
+docs/wire-format.md specifies it. In short: a bucket is cut into blocks (form.py); a directory says how long each
+block's payload is; a payload is a count c and four planes: the low k bits of every gap, sign and class of every code,
+the high part of every gap in unary, the extra bits of every code. cpu/ and gpu/ give the same bytes, fast.
 B blocks, K tensors, n elements; positions are bits from the start of the body.
 """
 
@@ -13,18 +13,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradwire.codec.compact_bits import SPARE, Runs, deposit, fetch, floor_log2, signed, unsigned
-from gradwire.codec.compact_blocks import Blocks, Tables, room_words
+from gradwire.codec.compact_bits import SPARE, BlockRuns, deposit, fetch, floor_log2, signed, unsigned
+from gradwire.codec.form import Blocks, Tables
 from gradwire.errors import MessageError
-
-__all__ = ["EXTRA_BITS", "FIRST_SYMBOL", "PROBLEMS", "SKEWED", "Blocks", "ends_of", "pack", "room_words", "unpack"]
 
 SKEWED = 1 << 24  # the bit of an order word that says which shape
 FIRST_SYMBOL = ((0, 2, 4, 6), (0, 1, 2, 4))  # [shape][class]: even, skewed
 EXTRA_BITS = ((1, 1, 1, 1), (0, 0, 1, 2))  # [shape][class]
 SYMBOL_CLASS = ((0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 2, 3, 3, 3, 3))  # [shape][symbol]
 
-PROBLEMS = (  # what is wrong with a message, by number: compiled code can only return numbers
+PROBLEMS = (  # what is wrong with a message, by number
     "",
     "the order of a tensor's codes is no permutation of 0..7 with a shape bit (with tau: not 0)",
     "the payloads that the directory names are longer than the payload area",
@@ -120,7 +118,7 @@ def unpack(orders: Tensor, body: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor
     planes = Planes.of(start, count, tables, code_bits)
     if bool(((count > 0) & (planes.unary + count > stop)).any()):
         raise refusal(5)
-    runs = Runs.of(count)
+    runs = BlockRuns.of(count)
     block, ordinal = runs.block, runs.ordinal()
     low_bits = planes.low_bits[block]
     low = fetch(words, planes.low[block] + ordinal * low_bits, low_bits)
@@ -165,7 +163,7 @@ def _orders(tensor: Tensor, code: Tensor, blocks: Blocks) -> Tensor:
     return orders_of(frequency.view(-1, 8))
 
 
-def _into_blocks(index: Tensor, code: Tensor, tables: Tables, blocks: Blocks) -> Runs:
+def _into_blocks(index: Tensor, code: Tensor, tables: Tables, blocks: Blocks) -> BlockRuns:
     """Which block each element is in, after checking that all of them can be sent."""
     within = torch.bucketize(index, tables.begin, right=True) - 1
     block = within.clamp(min=0)
@@ -173,7 +171,7 @@ def _into_blocks(index: Tensor, code: Tensor, tables: Tables, blocks: Blocks) ->
     outside = (within < 0) | (index >= stop[block]) if blocks.count else torch.ones_like(index, dtype=torch.bool)
     if bool((outside | (code < 0) | (code > 15)).any()) or bool((index[1:] <= index[:-1]).any()):
         raise ValueError(UNSENDABLE[1])
-    runs = Runs(torch.bincount(block, minlength=blocks.count), block)
+    runs = BlockRuns(torch.bincount(block, minlength=blocks.count), block)
     if bool((_by_tensor(runs.count, tables) > tables.capacity).any()):
         raise ValueError(UNSENDABLE[2])
     if blocks.hybrid and bool((code & 7).any()):
@@ -242,7 +240,7 @@ def _read_directory(words: Tensor, tables: Tables, blocks: Blocks) -> tuple[Tens
 
 def _find_ones(words: Tensor, unary: Tensor, stop: Tensor, count: Tensor) -> Tensor:
     """Positions of the first count [B] ones of each block's unary plane, which begins at `unary`; [n]."""
-    bits = Runs.of(torch.where(count > 0, stop - unary, 0))
+    bits = BlockRuns.of(torch.where(count > 0, stop - unary, 0))
     position = unary[bits.block] + bits.ordinal()
     one = (words[position >> 5] >> (position & 31)) & 1
     if bool((bits.totals(one) < count).any()):

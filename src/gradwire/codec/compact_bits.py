@@ -48,14 +48,14 @@ def floor_log2(value: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Runs:
+class BlockRuns:
     """Consecutive elements belong to one block: count [B] of them to each."""
 
     count: Tensor  # int64 [B]
     block: Tensor  # int64 [n]
 
     @classmethod
-    def of(cls, count: Tensor) -> Runs:
+    def of(cls, count: Tensor) -> BlockRuns:
         return cls(count, torch.repeat_interleave(torch.arange(len(count), device=count.device), count))
 
     def ordinal(self) -> Tensor:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.codec.compiling import compiles
+from gradwire.codec import numba_ready
 from gradwire.compile.threads import SMALL, shared
 
 
@@ -17,7 +17,7 @@ def n_words(n_fields: int, bits: int) -> int:
 
 def pack(fields: Tensor, bits: int) -> Tensor:
     """Integers [n], each 0 .. 2^bits - 1 -> int32 [n_words]; zeros after the last one."""
-    if not compiles(fields.device):
+    if not numba_ready(fields.device):
         return reference_pack(fields, bits)
     words = torch.zeros(n_words(len(fields), bits), dtype=torch.int32)
     if bits == 1:
@@ -32,7 +32,7 @@ def pack(fields: Tensor, bits: int) -> Tensor:
 
 def unpack(words: Tensor, bits: int, n_fields: int) -> Tensor:
     """int32 [n_words] -> int32 [n]."""
-    if not compiles(words.device):
+    if not numba_ready(words.device):
         return reference_unpack(words, bits, n_fields)
     from gradwire.codec.cpu import fields as compiled_fields
 

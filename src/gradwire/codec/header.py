@@ -19,78 +19,22 @@ Format 3, for messages of a fixed length, has the ten words and the body alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gradwire.codec.form import BARE, COMPACT, FIXED, VERSION, WORDS, Shape
 from gradwire.errors import MessageError
-from gradwire.layout import Layout
 
-MAGIC = int.from_bytes(b"GRWR", "little")
-VERSION = 2
-WORDS, COMPACT, BARE = 1, 2, 3  # the formats of the body
-FIXED = 10
+__all__ = ["BARE", "COMPACT", "FIXED", "VERSION", "WORDS", "WORD_BYTES", "Parts", "Shape", "check"]
+__all__ += ["exponents_of", "refuse", "refuse_length", "write"]
+
 WORD_BYTES = 4
 CHECKSUM = slice(8, 10)
-# of the checksum, which kernels/reference.py defines
+# of the checksum, which reference.py defines
 KEY = 0x9E3779B97F4A7C15  # sets places apart: 2^64 over the golden ratio
 MULTIPLIER = 0xD6E8FEB86659FD93  # of a mix after which every bit depends on all others (P. Degski's)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Where the parts of a message lie, for one bucket; `room` words for the body."""
-
-    layout: Layout
-    room: int
-    chunk: int
-    format: int
-
-    @cached_property
-    def chunks(self) -> int:
-        return max(1, -(-self.layout.numel // self.chunk))
-
-    @property
-    def _tensors(self) -> int:
-        """That the head tells of one by one."""
-        return 0 if self.format == BARE else len(self.layout)
-
-    @cached_property
-    def counts(self) -> slice:
-        return slice(FIXED, FIXED + (self.chunks if self.format != BARE else 0))
-
-    @cached_property
-    def passed(self) -> slice:
-        return slice(self.counts.stop, self.counts.stop + self._tensors)
-
-    @cached_property
-    def exponents(self) -> slice:
-        return slice(self.passed.stop, self.passed.stop + -(-self._tensors // 4))
-
-    @cached_property
-    def orders(self) -> slice:
-        return slice(self.exponents.stop, self.exponents.stop + (len(self.layout) if self.format == COMPACT else 0))
-
-    @cached_property
-    def body(self) -> slice:
-        return slice(self.orders.stop, self.words)
-
-    @cached_property
-    def words(self) -> int:
-        return int(self.orders.stop) + self.room
-
-    @property
-    def most(self) -> int:
-        """The words that may be counted; compact blocks count for themselves."""
-        return self.room if self.format == WORDS else 0
-
-    def fixed(self, step: int) -> list[int]:
-        """The words 0 to 7, which are the same on every rank but for the flags."""
-        digest = [int.from_bytes(self.layout.digest[i : i + 4], "little", signed=True) for i in (0, 4)]
-        return [MAGIC, self.format << 16 | VERSION, *digest, step % (1 << 31), 0, len(self.layout), self.chunks]
 
 
 Checksum = Callable[[Tensor], Tensor]  # a kernel's
@@ -124,6 +68,11 @@ def write(shape: Shape, step: int, parts: Parts, checksum: Checksum) -> Tensor:
     message[5] = finite
     message[CHECKSUM] = checksum(message)
     return message
+
+
+def exponents_of(messages: Tensor, shape: Shape) -> Tensor:
+    """What the heads [W, words] say: int32 [W, K]."""
+    return messages[:, shape.exponents].contiguous().view(torch.int8)[:, : len(shape.layout.slots)].int()
 
 
 def refuse_length(messages: Tensor, shape: Shape) -> None:

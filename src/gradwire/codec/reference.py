@@ -5,15 +5,17 @@ Every operation is rounded to float32 by itself and none is fused, so that every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradwire.codec import compact, header
 from gradwire.codec import words as wire_words
-from gradwire.codec.header import Parts, Shape
-from gradwire.codec.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Rule, Selection
+from gradwire.codec.form import Blocks, Shape
+from gradwire.codec.header import Parts
+from gradwire.codec.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Encoded, Rule, Selection
 from gradwire.codec.limits import BINS, SHIFT, limits
 from gradwire.errors import MessageError
 from gradwire.layout import Layout, Slot
@@ -23,9 +25,43 @@ LOW = 0xFFFFFFFF
 
 def encode(
     grad: Tensor,
-    moment: Tensor,
+    moment: Tensor | None,
     residual: Tensor,
-    variance: Tensor,
+    variance: Tensor | None,
+    active: Tensor | None,
+    shape: Shape,
+    rule: Rule,
+    step: int,
+) -> Encoded:
+    """Accumulate, decide, quantize, pack: changes r and v in place and returns the message that is to be sent.
+
+    r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta. With a density: sent
+    where the score r^2 - alpha v is among the largest of its tensor.
+    `active` [K] bool: tensors without a gradient in this step are left alone; None means all have one.
+    `shape.capacity`: how many elements of each tensor fit; the others wait as if they had not passed.
+    """
+    state = (grad, moment, residual, variance, active)
+    chosen, finite = choose(*state, shape.layout, rule, shape.capacity, step)
+    counts, orders = torch.bincount(chosen.index // shape.chunk, minlength=shape.chunks).int(), None
+    if shape.blocks is None:
+        body = torch.zeros(shape.room, dtype=torch.int32, device=grad.device)
+        body[: len(chosen.index)] = wire_words.pack(chosen.index, chosen.code, shape.chunk)
+    else:
+        orders, body = compact.pack(chosen.index, chosen.code, shape.blocks)
+        counts = torch.zeros_like(counts)  # its blocks count for themselves
+    message = seal(shape, step, Parts(finite, counts, chosen.passed, chosen.exponents, orders, body))
+
+    def places() -> tuple[Tensor, Tensor]:
+        return chosen.index, torch.ones_like(chosen.index, dtype=torch.bool)
+
+    return Encoded(message, chosen.codes, chosen.exponents, chosen.passed, chosen.undo, places)
+
+
+def select(
+    grad: Tensor,
+    moment: Tensor | None,
+    residual: Tensor,
+    variance: Tensor | None,
     active: Tensor | None,
     layout: Layout,
     rule: Rule,
@@ -33,13 +69,38 @@ def encode(
     step: int,
     chunk: int,
 ) -> Selection:
-    """Accumulate, decide, quantize, pack into words: changes r and v in place and returns what is to be sent.
+    """The same as far as words, `chunk` places each: no message."""
+    chosen, finite = choose(grad, moment, residual, variance, active, layout, rule, capacity, step)
+    counts = torch.bincount(chosen.index // chunk, minlength=max(1, -(-layout.numel // chunk))).int()
+    words = torch.zeros(sum(capacity), dtype=torch.int32, device=residual.device)
+    words[: len(chosen.index)] = wire_words.pack(chosen.index, chosen.code, chunk)
+    return Selection(words, counts, chosen.codes, chosen.exponents, chosen.passed, finite, chosen.undo)
 
-    r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta. With a density: sent
-    where the score r^2 - alpha v is among the largest of its tensor.
-    `active` [K] bool: tensors without a gradient in this step are left alone; None means all have one.
-    `capacity`: how many elements of each tensor fit; the others wait as if they had not passed.
-    """
+
+@dataclass(frozen=True)
+class Chosen:
+    """What is sent, n elements in ascending order of their place."""
+
+    index: Tensor  # int64 [n]
+    code: Tensor  # int32 [n], sign << 3 | d
+    codes: Tensor  # int32 [K, 8], how many there are with each d
+    exponents: Tensor  # int32 [K]
+    passed: Tensor  # int32 [K], elements that asked for room
+    undo: Callable[[], None]
+
+
+def choose(
+    grad: Tensor,
+    moment: Tensor | None,
+    residual: Tensor,
+    variance: Tensor | None,
+    active: Tensor | None,
+    layout: Layout,
+    rule: Rule,
+    capacity: Sequence[int],
+    step: int,
+) -> tuple[Chosen, Tensor]:
+    """Steps 2 to 4 but for the message: who is sent, r and v after it; and whether all was finite, bool []."""
     live = None if active is None else layout.spread(active)
     finite = accumulate(grad, moment, residual, variance, live)
     if rule.density is None:
@@ -52,43 +113,35 @@ def encode(
     if active is not None:
         passed = torch.where(active, passed, -1)
     index = fit(size_class(residual[index], code[index], rule), index, passed, layout, capacity, step)
-    code, old_residual, old_variance = code[index], residual[index], variance[index]
-    if live is None:
-        variance.mul_(rule.zeta)
-    else:
-        variance.copy_(torch.where(live, variance * rule.zeta, variance))
-    sent = values(index, code, exponents, layout, rule)
-    residual[index], variance[index] = settle(old_residual, old_variance, sent, rule)
-
-    def undo() -> None:
-        residual[index], variance[index] = old_residual, old_variance
-
-    counts = torch.bincount(index // chunk, minlength=max(1, -(-layout.numel // chunk))).int()
+    code = code[index]
+    undo = settle(index, values(index, code, exponents, layout, rule), residual, variance, live, rule)
     cells = layout.slot_of(index) * (WINDOW + 1) + (code & WINDOW)
     codes = torch.bincount(cells, minlength=len(layout) * (WINDOW + 1)).int().view(-1, WINDOW + 1)
-    words = torch.zeros(sum(capacity), dtype=torch.int32, device=residual.device)
-    words[: len(index)] = wire_words.pack(index, code, chunk)
-    return Selection(words, counts, codes, exponents, passed, finite, undo)
+    return Chosen(index, code, codes, exponents, passed, undo), finite
 
 
-def accumulate(grad: Tensor, moment: Tensor, residual: Tensor, variance: Tensor, live: Tensor | None) -> Tensor:
+def accumulate(
+    grad: Tensor, moment: Tensor | None, residual: Tensor, variance: Tensor | None, live: Tensor | None
+) -> Tensor:
     """r += g, v += m where both stay finite; a bad value adds nothing. Returns whether all were good, bool []."""
-    new_residual, new_variance = residual + grad, variance + moment
-    good = torch.isfinite(new_residual) & torch.isfinite(new_variance)
+    sums = [(residual, residual + grad)]
+    if variance is not None and moment is not None:
+        sums.append((variance, variance + moment))
+    good = torch.stack([torch.isfinite(total) for _, total in sums]).all(0)
     if live is None:
         finite = good.all()
     else:
         finite = (good | ~live).all()
         good &= live
-    residual.copy_(torch.where(good, new_residual, residual))
-    variance.copy_(torch.where(good, new_variance, variance))
+    for held, total in sums:
+        held.copy_(torch.where(good, total, held))
     return finite
 
 
-def decide(residual: Tensor, variance: Tensor, live: Tensor | None, rule: Rule) -> Tensor:
+def decide(residual: Tensor, variance: Tensor | None, live: Tensor | None, rule: Rule) -> Tensor:
     """The elements that are unambiguous, bool [N]."""
     size = residual.abs()
-    threshold = variance * rule.alpha
+    threshold = torch.zeros_like(residual) if variance is None else variance * rule.alpha
     if rule.floor:
         floor = torch.tensor(rule.floor, dtype=torch.float32)  # squared in float32, as a kernel does
         threshold = threshold + float(floor * floor)
@@ -98,12 +151,16 @@ def decide(residual: Tensor, variance: Tensor, live: Tensor | None, rule: Rule) 
     return passes if live is None else passes & live
 
 
-def decide_by_score(residual: Tensor, variance: Tensor, live: Tensor | None, layout: Layout, rule: Rule) -> Tensor:
+def decide_by_score(
+    residual: Tensor, variance: Tensor | None, live: Tensor | None, layout: Layout, rule: Rule
+) -> Tensor:
     """About k = max(1, floor(density n)) elements of every tensor of n, those of the largest scores, bool [N].
 
     s = fl(fl(r r) - fl(alpha v)) counts where s > 0 and |r| >= SMALLEST; the rest of the definition is in limits.py.
     """
-    score = residual * residual - variance * rule.alpha
+    score = residual * residual
+    if variance is not None:
+        score -= variance * rule.alpha
     counted = (score > 0) & (residual.abs() >= SMALLEST)
     if live is not None:
         counted &= live
@@ -177,26 +234,59 @@ def values(index: Tensor, code: Tensor, exponents: Tensor, layout: Layout, rule:
     return torch.where(sign == 1, -size, size)
 
 
-def settle(residual: Tensor, variance: Tensor, sent: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def settle(
+    index: Tensor, sent: Tensor, residual: Tensor, variance: Tensor | None, live: Tensor | None, rule: Rule
+) -> Callable[[], None]:
+    """r and v after the send of the values `sent` at `index`, v decayed elsewhere. Returns what takes the send back."""
+    states = [residual] if variance is None else [residual, variance]
+    before = [state[index] for state in states]
+    if variance is not None:
+        variance.copy_(variance * rule.zeta if live is None else torch.where(live, variance * rule.zeta, variance))
+    for state, rest in zip(states, remainder(*before, sent=sent, rule=rule), strict=False):
+        state[index] = rest
+
+    def undo() -> None:
+        for state, old in zip(states, before, strict=True):
+            state[index] = old
+
+    return undo
+
+
+def remainder(r: Tensor, v: Tensor | None = None, *, sent: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """r and v of the sent elements after the send."""
+    v = torch.zeros_like(r) if v is None else v
     if rule.tau is not None:
         # with r as it was before the send: what is left is then still unambiguous for alpha >= 1
         tau = float(torch.tensor(rule.tau, dtype=torch.float32))
         square = float(torch.tensor(tau, dtype=torch.float32) * torch.tensor(tau, dtype=torch.float32))
-        return residual - sent, (variance - residual.abs() * 2 * tau + square).clamp_(min=0)
+        return r - sent, (v - r.abs() * 2 * tau + square).clamp_(min=0)
     if rule.feedback:  # the rest counts as one contribution; with v = 0 it would go out again at once
-        rest = residual - sent
+        rest = r - sent
         return rest, rest * rest
-    return torch.zeros_like(residual), torch.zeros_like(variance)
+    return torch.zeros_like(r), torch.zeros_like(r)
+
+
+def decode(messages: Tensor, shape: Shape, rule: Rule, step: int, out: Tensor) -> Tensor:
+    """out = the mean over the ranks, in rank order: sum_w value_w / W, divided before the sum, as DDP does it.
+
+    Returns what is wrong with the messages [W, words], in the order of `problems_of`: bool [W, problems]. If anything
+    is, `out` stays as it is.
+    """
+    problems = inspect(messages, shape, step)
+    words, counts, sound = messages[:, shape.body], messages[:, shape.counts], ~problems.any(1)
+    if shape.blocks is not None:
+        words, counts, broken = unpack(messages[:, shape.orders], words, sound, shape.blocks, shape.chunk)
+        problems, sound = torch.cat([problems, broken[:, None]], 1), sound & ~broken
+    exponents = header.exponents_of(messages, shape)
+    return torch.cat([problems, add(words, counts, sound, exponents, shape.layout, rule, shape.chunk, out)], 1)
 
 
 def add(
     words: Tensor, counts: Tensor, sound: Tensor, exponents: Tensor, layout: Layout, rule: Rule, chunk: int, out: Tensor
 ) -> Tensor:
-    """out = the mean over the ranks, in rank order: sum_w value_w / W, divided before the sum, as DDP does it.
+    """The same from words [W, room], of which the first sum(counts [W, C]) count: bool [W, PROBLEMS].
 
-    Of each rank's words [W, room] the first sum(counts [W, C]) count. Returns what is wrong with those of the messages
-    that are `sound` [W]: bool [W, PROBLEMS]. If anything is, or one is not sound, `out` stays as it is.
+    If anything is wrong with those that are `sound` [W], or one is not sound, `out` stays as it is.
     """
     found = torch.zeros(len(words), len(PROBLEMS), dtype=torch.bool, device=words.device)
     added, share = torch.zeros_like(out), 1 / len(words)
@@ -221,15 +311,13 @@ def check(index: Tensor, code: Tensor, exponents: Tensor, layout: Layout, rule: 
     return torch.stack([outside, small.any() & (rule.tau is None)])
 
 
-def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: compact.Blocks, chunk: int) -> tuple[Tensor, Tensor]:
+def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor]:
     """Words to the compact format: the order of the codes int32 [K], and the body."""
     index, code = wire_words.unpack(words[: int(counts.sum())], counts, chunk)
     return compact.pack(index, code, blocks)
 
 
-def unpack(
-    orders: Tensor, bodies: Tensor, sound: Tensor, blocks: compact.Blocks, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Back to words [W, room], counts [W, C]; bool [W]: which messages are not what their own directory says.
 
     Only messages that are `sound` [W] are looked into.

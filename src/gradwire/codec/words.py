@@ -19,3 +19,11 @@ def unpack(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     base = torch.repeat_interleave(torch.arange(len(counts), device=words.device) * chunk, counts.long())
     word = words.long() & 0xFFFFFFFF
     return base + (word & PLACE), (word >> 28).int()
+
+
+def places(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Where the words go, and which of them count: how many do is known on the device alone. int64, bool [M]."""
+    number = torch.arange(len(words), device=words.device)
+    ends = counts.long().cumsum(0)
+    owner = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
+    return (words & PLACE).long() + owner * chunk, number < ends[-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
+UNFUSED = {"enable_fp_fusion": False}  # a multiply-add rounds once, the reference twice
 _compiled: dict[tuple[str, Hashable], Any] = {}
 
 

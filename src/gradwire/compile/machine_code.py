@@ -1,4 +1,4 @@
-"""Numba as the compiled loops of this package use it. Imported only by modules that are loaded when first needed."""
+"""Numba as the loops of this package use it. Imported only by modules that are loaded when first needed."""
 
 # Numba has no types for what it compiles.
 # mypy: disable-error-code="untyped-decorator"
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def compiled(function: F) -> F:
+def machine_code(function: F) -> F:
     """Machine code that releases the GIL; no fast-math: every operation is rounded by itself, as in the reference."""
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -64,10 +63,13 @@ def _pieces(layout: Layout, chunk: int) -> Iterator[tuple[int, int, int, int]]:
             begin = stop
 
 
-@functools.lru_cache(maxsize=256)
 def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> Tiles:
-    """Kept, because every step asks for it: a few bytes for some thousand elements."""
-    return Tiles(layout, device, chunk, size, group)
+    """Kept with the layout, because every step asks for it: a few bytes for some thousand elements."""
+    key = (Tiles, device, chunk, size, group)
+    if key not in layout.kept:
+        layout.kept[key] = Tiles(layout, device, chunk, size, group)
+    known: Tiles = layout.kept[key]
+    return known
 
 
 def on_device(numbers: Sequence[int] | Array, device: torch.device) -> Tensor:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gradwire import codec as kernels
 from gradwire.codec.header import WORD_BYTES
 from gradwire.layout import Layout
-from gradwire.methods.base import Context, tensors
-from gradwire.methods.strom import Strom, StromState
+from gradwire.methods.base import Compressor, Context, powers, tensors
+from gradwire.methods.strom import Strom
 from gradwire.methods.vgc import VGC
 
 
@@ -39,16 +39,30 @@ def fits(compressor: Any, layout: Layout) -> bool:
     return isinstance(compressor, VGC | Strom) and layout.numel <= kernels.CHUNK
 
 
+def carried_over(state: Any, compressor: Compressor, layout: Layout) -> Any:
+    """A state for `compressor` with what another of the same method has held back; what is new begins at zero."""
+    old = {name: getattr(state, name) for name in powers(state)}
+    if not old or not isinstance(compressor, VGC):
+        return state
+    new = compressor.init(layout, old["residual"].device)
+    if type(new) is type(state):
+        return state
+    for name in powers(new).keys() & old.keys():
+        getattr(new, name).copy_(old[name])
+    return new
+
+
 class Abreast:
     """The state of W workers in one, and what they do in a step."""
 
     def __init__(self, compressor: VGC | Strom, layout: Layout, workers: int, device: torch.device) -> None:
         self.layout, self.workers = layout, workers
-        self.use(compressor)
         self.whole = Layout.of((slot.name, slot.shape) for _ in range(workers) for slot in layout)
         self.state = compressor.init(self.whole, device)
+        self.use(compressor)
 
     def use(self, compressor: VGC | Strom) -> None:
+        self.state = carried_over(self.state, compressor, self.whole)
         self.vgc = compressor if isinstance(compressor, VGC) else compressor.as_vgc
 
     def states(self) -> list[Any]:
@@ -60,17 +74,18 @@ class Abreast:
     def __call__(self, grads: Tensor, moments: Tensor, context: Context) -> Crossing:
         """grads and moments are [W, N]."""
         state, vgc, shape = self.state, self.vgc, (self.workers, len(self.layout))
-        moment = state.moment if isinstance(state, StromState) else moments.flatten()
         kernel, chunk = kernels.select(grads.device), self.layout.numel
         room = context.capacity * self.workers
-        chosen = vgc.choose(grads.flatten(), moment, state, context, self.whole, room, chunk)
+        chosen = vgc.choose(grads.flatten(), moments.flatten(), state, context, self.whole, room, chunk)
         out, exponents = torch.zeros_like(grads[0]), chosen.exponents.view(shape)
         if sum(context.capacity):
             words, sound = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)
             kernel.add(words, chosen.counts[:, None], sound, exponents, self.layout, vgc.rule, kernels.CHUNK, out)
         passed, sent = chosen.passed.view(shape), chosen.codes.sum(1).view(shape)
         n_bytes = WORD_BYTES * vgc.shape(context).words
-        return Crossing(out, chosen.finite, passed, sent, vgc.norm(chosen), chosen.undo, n_bytes)
+        return Crossing(
+            out, chosen.finite, passed, sent, vgc.norm(chosen.codes, chosen.exponents), chosen.undo, n_bytes
+        )
 
     def _words(self, chosen: kernels.Selection, room: int) -> Tensor:
         """[W, room]: behind a worker's last word there are others'."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.codec.header import WORD_BYTES
 from gradwire.errors import AttachError
-from gradwire.exchange.batched_vgc import Abreast, fits
+from gradwire.exchange.batched_vgc import Abreast, carried_over, fits
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
 from gradwire.exchange.in_process_graph import FIRST, CapturedStep, repeats
@@ -20,7 +20,7 @@ from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
 from gradwire.exchange.step import Part, Step
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Compressor, Context, tensors
+from gradwire.methods.base import Arrival, Compressor, Context, powers, tensors
 
 CPU = torch.device("cpu")
 Rows = Sequence[Tensor] | Tensor  # a vector [N] of each worker
@@ -74,7 +74,7 @@ class InProcess:
         """The same method with other options."""
         if compressor == self.compressor:
             return
-        if _form(compressor) is not _form(self.compressor):
+        if _held(compressor) != _held(self.compressor):
             raise ValueError(
                 f"{compressor!r} holds back something else than {self.compressor!r}: begin a new simulation"
             )
@@ -82,6 +82,9 @@ class InProcess:
         self.compressor, self.repeated, self._steps_alike = compressor, None, 0
         if self.abreast is not None:
             self.abreast.use(compressor)
+            self.states = self.abreast.states()
+        else:
+            self.states = [carried_over(state, compressor, self.layout) for state in self.states]
 
     def _check(self, compressor: Any) -> None:
         """Before anything is changed: a budget that can be kept."""
@@ -185,9 +188,9 @@ class InProcess:
         return [[tensor.clone() for tensor in tensors(state)] for state in self.states]
 
 
-def _form(compressor: Compressor) -> type:
-    """Of a worker's state."""
-    return type(compressor.init(Layout.of([]), CPU))
+def _held(compressor: Compressor) -> set[str]:
+    """The fields of a worker's state, but for the variance: where it begins to count it begins at zero."""
+    return {*powers(compressor.init(Layout.of([]), CPU))} - {"variance"}
 
 
 def _rows(vectors: Rows) -> Tensor:

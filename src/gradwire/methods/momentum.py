@@ -6,13 +6,21 @@ pushed further in a direction that the others have left.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradwire.codec import CHUNK, Selection
 from gradwire.methods.base import Context
+from gradwire.methods.residual import Residual
+
+
+@dataclass
+class Velocity(Residual):
+    """The residual, and the momentum that goes into it."""
+
+    velocity: Tensor = field(metadata={"power": 1})  # u
 
 
 def check_momentum(method: str, momentum: float) -> None:
@@ -29,22 +37,16 @@ def quicken(velocity: Tensor, grad: Tensor, momentum: float, context: Context) -
     return context.only(velocity)
 
 
-def halted(chosen: Selection, velocity: Tensor, chunk: int) -> Selection:
-    """u = 0 where `chosen` sends; its undo gives that back too, and lets u begin anew where a bad value came to it."""
-    index, real = _places(chosen, chunk)
+def halted(undo: Callable[[], None], index: Tensor, real: Tensor, velocity: Tensor) -> Callable[[], None]:
+    """u = 0 where something is sent: at the places `index` [M] that are `real`.
+
+    Returns an undo that gives that back too, and lets u begin anew where a bad value came to it.
+    """
     lost = torch.where(real, velocity[index], 0.0)
     velocity.index_add_(0, index, lost, alpha=-1)
 
-    def undo() -> None:
-        chosen.undo()
+    def put_back() -> None:
+        undo()
         velocity.index_add_(0, index, lost).nan_to_num_(0.0, 0.0, 0.0)
 
-    return replace(chosen, undo=undo)
-
-
-def _places(chosen: Selection, chunk: int) -> tuple[Tensor, Tensor]:
-    """Where the words go, and which of them are there at all: how many is known on the device alone."""
-    number = torch.arange(len(chosen.words), device=chosen.words.device)
-    ends = chosen.counts.long().cumsum(0)
-    owner = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
-    return (chosen.words & (CHUNK - 1)).long() + owner * chunk, number < ends[-1]
+    return put_back

@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from gradwire import codec as kernels
-from gradwire.codec import header
-from gradwire.codec.compact_blocks import Blocks, block_length, room_words
+from gradwire.codec import header, words
+from gradwire.codec.form import block_length, room_words
+from gradwire.codec.interface import problems_of
 from gradwire.codec.quota import check_density
 from gradwire.layout import Layout
 from gradwire.methods.base import Arrival, Context, Gather, Message
-from gradwire.methods.momentum import check_momentum, halted, quicken
+from gradwire.methods.momentum import Velocity, check_momentum, halted, quicken
 from gradwire.methods.rate import bytes_a_second
+from gradwire.methods.residual import Residual, WithResidual
 
 ROUNDINGS = ("paper", "unbiased")
 WIRES = ("compact", "words")
 
 
 @dataclass
-class VGCState:
-    """Two numbers an element that never leave the worker."""
+class VGCState(Residual):
+    """Two numbers an element that never leave the worker; with alpha = 0 the residual alone."""
 
-    residual: Tensor = field(metadata={"power": 1})  # r: computed and not yet sent
     variance: Tensor = field(metadata={"power": 2})  # v: how uncertain r is
 
 
@@ -40,7 +41,7 @@ class VGCMomentum(VGCState):
 
 
 @dataclass(frozen=True)
-class VGC(Gather):
+class VGC(WithResidual, Gather):
     """Sends an element when it is unambiguous: r^2 > alpha v + floor^2, as a sign, three bits of exponent and a place.
 
     alpha: how many times r^2 must exceed its variance; zeta: decay of v where nothing was sent.
@@ -50,7 +51,7 @@ class VGC(Gather):
     wire: "compact", or "words", the paper's 32 bits an element; the same elements either way.
     density (ours): of every tensor of n elements about max(1, floor(density n)) are to pass, those whose score
     s = r^2 - alpha v > floor^2 is largest: where s is at least a limit, which a histogram of this step's scores gives
-    (kernels/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k
+    (codec/limits.py), in place of r^2 > alpha v + floor^2. Fewer if so few scores are positive; alpha = 0 is top-k
     in four bits, and no second moments are made for it.
     max_bytes_per_step (ours): the density that fits: what a worker hands to the collectives in a step, heads included,
     is at most that, and nearly that if enough scores are positive. Nothing but a change of the method is sent densely.
@@ -155,21 +156,24 @@ class VGC(Gather):
         """The method as we understand the paper, whatever the defaults become."""
         return cls(alpha=alpha, zeta=0.999, tau=tau, floor=0.0, feedback=False, rounding="paper", wire="words")
 
-    def init(self, layout: Layout, device: torch.device) -> VGCState:
-        kind = VGCMomentum if self.momentum else VGCState
+    def init(self, layout: Layout, device: torch.device) -> Residual:
+        kinds = (Residual, Velocity) if self.alpha == 0 else (VGCState, VGCMomentum)
+        kind = kinds[bool(self.momentum)]
         return kind(*(torch.zeros(layout.numel, dtype=torch.float32, device=device) for _ in fields(kind)))
 
-    def encode(self, grad: Tensor, moment: Tensor, state: VGCState, context: Context) -> Message:
+    def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
-        kernel, shape, chunk = kernels.select(grad.device), self.shape(context), kernels.CHUNK
-        chosen = self.choose(grad, moment, state, context, context.layout, context.capacity, chunk)
-        orders, body, counts = None, chosen.words, chosen.counts
-        if self.wire == "compact":
-            orders, body = kernel.pack(chosen.words, counts, chosen.codes, self._blocks(context), chunk)
-            counts = torch.zeros_like(counts)  # its blocks count for themselves
-        parts = header.Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)
-        data = kernel.seal(shape, context.step, parts)
-        return Message(data, chosen.undo, chosen.codes.sum(1), chosen.passed, self.norm(chosen))
+        codec, v, m = kernels.select(grad.device), *self._variance(state, moment)
+        if self.momentum:
+            grad = quicken(state.velocity, grad, self.momentum, context)
+        rule, shape = self.rule_in(context), self.shape(context)
+        sent = codec.encode(grad, m, state.residual, v, context.active, shape, rule, context.step)
+        undo = halted(sent.undo, *sent.places(), state.velocity) if self.momentum else sent.undo
+        return Message(sent.message, undo, sent.codes.sum(1), sent.passed, self.norm(sent.codes, sent.exponents))
+
+    def _variance(self, state: Any, moment: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """v and m, where they count."""
+        return (state.variance, moment) if self.alpha else (None, None)
 
     def choose(
         self,
@@ -181,59 +185,47 @@ class VGC(Gather):
         capacity: Sequence[int],
         chunk: int,
     ) -> kernels.Selection:
-        """Steps 2 and 3, and the words of step 4. The layout may be of several workers, a chunk each."""
+        """`encode` without a message. The layout may be of several workers, a chunk each."""
         if self.momentum:
             grad = quicken(state.velocity, grad, self.momentum, context)
-        if not moment.numel():
-            moment = torch.zeros_like(grad)  # a simulation has none where none is needed
-        inputs = (grad, moment, state.residual, state.variance, context.active)
-        kernel = kernels.select(grad.device)
-        chosen = kernel.encode(*inputs, layout, self.rule_in(context), capacity, context.step, chunk)
-        return halted(chosen, state.velocity, chunk) if self.momentum else chosen
+        v, m = self._variance(state, moment)
+        inputs = (grad, m, state.residual, v, context.active, layout, self.rule_in(context))
+        chosen = kernels.select(grad.device).select(*inputs, capacity, context.step, chunk)
+        if self.momentum:
+            index, real = words.places(chosen.words, chosen.counts, chunk)
+            chosen = replace(chosen, undo=halted(chosen.undo, index, real, state.velocity))
+        return chosen
 
-    def norm(self, chosen: kernels.Selection) -> Tensor:
+    def norm(self, codes: Tensor, exponents: Tensor) -> Tensor:
         """|sent|_1 = sum_k sum_d n_kd 2^(e_k - d), or n tau: the counts tell, no element is looked at again."""
         if self.tau is not None:
-            return chosen.codes.sum().double() * self.tau
-        return (chosen.codes.double() @ _sizes(chosen.codes.device)) @ chosen.exponents.double().exp2()
+            return codes.sum().double() * self.tau
+        return (codes.double() @ _sizes(codes.device)) @ exponents.double().exp2()
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
-        layout, kernel, shape, chunk = context.layout, kernels.select(out.device), self.shape(context), kernels.CHUNK
-        problems = kernel.inspect(messages, shape, context.step)
-        words, counts, sound = messages[:, shape.body], messages[:, shape.counts], ~problems.any(1)
-        if self.wire == "compact":
-            words, counts, broken = kernel.unpack(messages[:, shape.orders], words, sound, self._blocks(context), chunk)
-            problems, sound = torch.cat([problems, broken[:, None]], 1), sound & ~broken
-        exponents = messages[:, shape.exponents].contiguous().view(torch.int8)[:, : len(layout)].int()
-        found = kernel.add(words, counts, sound, exponents, layout, self.rule, chunk, out)
-        problems = torch.cat([problems, found], 1)
+        codec, shape = kernels.select(out.device), self.shape(context)
+        problems = codec.decode(messages, shape, self.rule, context.step, out)
 
         def refuse() -> None:
-            broken = ("does not hold what its directory says",) if self.wire == "compact" else ()
-            header.refuse(problems, header.PROBLEMS + broken + kernels.PROBLEMS, messages, shape, context.step)
+            header.refuse(problems, problems_of(shape), messages, shape, context.step)
 
-        if out.device.type == "cpu":
+        bad = problems.any()
+        if out.device.type == "cpu" and bad:
             refuse()
         finite = (messages[:, 5] & 1).all()
-        return Arrival(finite, messages[:, shape.passed].amax(0), problems.any(), refuse)
+        return Arrival(finite, messages[:, shape.passed].amax(0), bad, refuse)
 
     def words(self, numel: int, room: int) -> int:
         """In the body, for one tensor; the compact format at its worst."""
         if self.wire == "words" or room == 0:
             return room
-        words, n_blocks = room_words(numel, room, self.tau is not None), -(-numel // block_length(numel, room))
-        return -(-n_blocks * words.bit_length() // 32) + words
+        most, n_blocks = room_words(numel, room, self.tau is not None), -(-numel // block_length(numel, room))
+        return -(-n_blocks * most.bit_length() // 32) + most
 
-    def waiting(self, state: VGCState, context: Context) -> Tensor:
-        """r of the tensors that have a gradient in this step; DDP drops the result of one that nobody used."""
-        if context.active is None:
-            return state.residual.clone()
-        return torch.where(context.layout.spread(context.active), state.residual, 0.0)
-
-    def clear(self, state: VGCState, context: Context) -> None:
+    def clear(self, state: Any, context: Context) -> None:
         """r = v = 0 where `waiting` was sent. u goes on: as in a dense training, nothing of it is late."""
-        for tensor in (state.residual, state.variance):
+        for tensor in (state.residual, state.variance) if self.alpha else (state.residual,):
             if context.active is None:
                 tensor.zero_()
             else:
@@ -241,12 +233,8 @@ class VGC(Gather):
 
     def shape(self, context: Context) -> header.Shape:
         """Where the parts of a message lie."""
-        if self.wire == "words":
-            return header.Shape(context.layout, sum(context.capacity), kernels.CHUNK, header.WORDS)
-        return header.Shape(context.layout, self._blocks(context).words, kernels.CHUNK, header.COMPACT)
-
-    def _blocks(self, context: Context) -> Blocks:
-        return Blocks.of(context.layout, context.capacity, self.tau is not None)
+        compact, hybrid = self.wire == "compact", self.tau is not None
+        return header.Shape.of(context.layout, context.capacity, kernels.CHUNK, hybrid, compact)
 
     @property
     def rule(self) -> kernels.Rule:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 
 
-@compiled
+@machine_code
 def join(fields: Array, begin: int, each: int, bits: int) -> np.uint32:
     """One word of fields[begin : begin + each]."""
     word = np.uint32(0)
@@ -16,7 +16,7 @@ def join(fields: Array, begin: int, each: int, bits: int) -> np.uint32:
     return word
 
 
-@compiled
+@machine_code
 def join_all(begin: int, end: int, fields: Array, bits: int, words: Array) -> None:
     """words[begin:end], all of them full."""
     each = 32 // bits
@@ -24,7 +24,7 @@ def join_all(begin: int, end: int, fields: Array, bits: int, words: Array) -> No
         words[i] = np.int32(join(fields, i * each, each, bits))
 
 
-@compiled
+@machine_code
 def pack(begin: int, end: int, fields: Array, bits: int, words: Array) -> None:
     """words[begin:end] of fields; with a width that the compiler knows its loops become straight code."""
     each = 32 // bits
@@ -43,7 +43,7 @@ def pack(begin: int, end: int, fields: Array, bits: int, words: Array) -> None:
         words[full] = np.int32(join(fields, full * each, fields.size - full * each, bits))
 
 
-@compiled
+@machine_code
 def split_all(begin: int, end: int, words: Array, bits: int, fields: Array) -> None:
     """The fields of words[begin:end], all of them full."""
     each, mask = 32 // bits, np.uint32((1 << bits) - 1)
@@ -53,7 +53,7 @@ def split_all(begin: int, end: int, words: Array, bits: int, fields: Array) -> N
             fields[i * each + place] = word >> np.uint32(bits * place) & mask
 
 
-@compiled
+@machine_code
 def unpack(begin: int, end: int, words: Array, bits: int, fields: Array) -> None:
     """The fields of words[begin:end]; see pack."""
     each = 32 // bits

@@ -14,8 +14,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from gradwire.codec.form import Blocks, bounds
+from gradwire.compile.tiles import on_device
+
+SMALL, ADDED = 256, 1024  # blocks that one program looks at
 
 
 class Cut(NamedTuple):
@@ -102,3 +109,45 @@ def ends_kernel(bodies, stride: tl.int64, cut, sums, ends, n_blocks, most, width
     block = group * width + tl.arange(0, width)
     end = tl.sum(before) + tl.cumsum(payload_words(bodies + rank * stride, cut, block, block < n_blocks))
     tl.store(ends + rank.to(tl.int64) * n_blocks + block, tl.minimum(end, most).to(tl.int32), mask=block < n_blocks)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def cut_of(blocks: Blocks, device: torch.device) -> tuple[Cut, Tensor]:
+    """The blocks on the device, and the table by tensor that they follow from; see `geometry_kernel`."""
+    key = (device, _stream(device))  # the one that makes them
+    if key not in blocks.kept:
+        blocks.kept[key] = _cut(blocks, device)
+    known: tuple[Cut, Tensor] = blocks.kept[key]
+    return known
+
+
+def _cut(blocks: Blocks, device: torch.device) -> tuple[Cut, Tensor]:
+    offsets, numels = bounds(blocks.layout)
+    by_tensor = (blocks.entries[:-1], blocks.entry_bits, blocks.lengths, offsets, numels, blocks.capacity)
+    tables = on_device([*blocks.first, *(number for row in by_tensor for number in row)], device)
+    sizes = (torch.int64, torch.int32, torch.int32, torch.int32, torch.int64, torch.int32)
+    cut = Cut(*(torch.empty(blocks.count, dtype=dtype, device=device) for dtype in sizes))
+    if blocks.count:
+        numbers = (blocks.count, len(blocks.layout), len(blocks.layout).bit_length())
+        geometry_kernel[(-(-blocks.count // SMALL),)](tables, cut, *numbers, width=SMALL)
+    return cut, tables
+
+
+def ends_of(bodies: Tensor, blocks: Blocks) -> Tensor:
+    """Where each payload of each body [W, words] ends, in words from the first payload on: int32 [W, B].
+
+    Ascending, and more than blocks.payload_words where the directory says too much, whatever it says.
+    """
+    n_ranks, count, device = len(bodies), blocks.count, bodies.device
+    ends = torch.empty(n_ranks, count, dtype=torch.int32, device=device)
+    if ends.numel():
+        grid = (-(-count // ADDED), n_ranks)
+        sums = torch.empty(grid[::-1], dtype=torch.int64, device=device)
+        inputs = (bodies, bodies.stride(0), cut_of(blocks, device)[0], sums)
+        if grid[0] > 1:
+            lengths_kernel[grid](*inputs, count, width=ADDED)
+        ends_kernel[grid](*inputs, ends, count, blocks.payload_words + 1, width=ADDED)
+    return ends

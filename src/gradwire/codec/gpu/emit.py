@@ -1,4 +1,4 @@
-"""Step 4 for CUDA: the words, what is left of the sent elements, and the undo. See triton_encode.py."""
+"""Step 4 for CUDA: the words, what is left of the sent elements, and the undo. See stream.py."""
 
 # Kernels are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"
@@ -17,13 +17,14 @@ from gradwire.codec.gpu.records import (
     SPAN,
     SPILLED,
     WINDOW,
-    State,
+    Held,
     census,
     class_of,
     counters,
     exponent_of,
     is_short,
     limits_of,
+    old_variance,
     overlap,
     spilled_part,
     tally,
@@ -39,14 +40,15 @@ def settle(at, r, v, bits, classes, sent, top, state, quantum, feedback: tl.cons
     if quantum.hybrid:
         value = tl.where(bits < 0, -quantum.tau, quantum.tau)
         tl.store(state.residual + at, r - value, mask=sent)
-        tl.store(
-            state.variance + at, tl.maximum(v - tl.abs(r) * 2.0 * quantum.tau + quantum.tau_square, 0.0), mask=sent
-        )
+        if quantum.weighed:
+            rest = tl.maximum(v - tl.abs(r) * 2.0 * quantum.tau + quantum.tau_square, 0.0)
+            tl.store(state.variance + at, rest, mask=sent)
     elif feedback:
         value = ((top - classes) << 23).to(tl.float32, bitcast=True)
         rest = r - tl.where(bits < 0, -value, value)
         tl.store(state.residual + at, rest, mask=sent)
-        tl.store(state.variance + at, rest * rest, mask=sent)
+        if quantum.weighed:
+            tl.store(state.variance + at, rest * rest, mask=sent)
 
 
 @triton.jit
@@ -99,9 +101,11 @@ def emit_spilled(
         tl.store(words + begin + number, word, mask=sent)
         tl.store(found.place + position + number, lane.to(tl.int16), mask=sent)
         tl.store(found.residual + position + number, r, mask=sent)
-        tl.store(found.variance + position + number, v, mask=sent)
+        if quantum.weighed:
+            tl.store(found.variance + position + number, v, mask=sent)
         tl.store(state.residual + base + lane, 0.0, mask=sent)
-        tl.store(state.variance + base + lane, tl.where(sent, 0.0, v * test.zeta), mask=inside)
+        if quantum.weighed:
+            tl.store(state.variance + base + lane, tl.where(sent, 0.0, v * test.zeta), mask=inside)
         tl.debug_barrier()
         settle(base + lane, r, v, bits, classes, sent, top, state, quantum, feedback)
     tl.store(found.position + tile, position)
@@ -151,12 +155,14 @@ def emit_rows(
         packed += tally(classes, sent)
         if whom == CHOSEN:
             left = have & (sent == 0)
-            v = tl.load(found.variance + source, mask=left, other=0.0)
+            if quantum.weighed:
+                v = tl.load(found.variance + source, mask=left, other=0.0)
             tl.store(here.residual + at, r, mask=left)
-            tl.store(here.variance + at, v * test.zeta, mask=left)
+            if quantum.weighed:
+                tl.store(here.variance + at, v * test.zeta, mask=left)
             tl.store(found.place + source, tl.full((rows, lanes), -1, tl.int16), mask=left)
         if quantum.hybrid or feedback:
-            v = tl.load(found.variance + source, mask=sent, other=0.0)
+            v = old_variance(found.variance + source, sent, quantum)
             settle(at, r, v, bits, classes, sent, top, here, quantum, feedback)
         lane += lanes
     return packed
@@ -177,7 +183,8 @@ def emit_kernel(
     if (kind != CHOSEN) & (tl.max(count) != 0):
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
         origin = (base - tl.load(cut.origin + number)).to(tl.int32) + first * size
-        here = State(state.residual + base + first * size, state.variance + base + first * size)
+        offset = base + first * size
+        here = Held(state.residual + offset, state.variance + offset)
         top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
         position = tl.load(found.position + row, mask=count > 0, other=0)
         begin = tl.load(plan.begin + number) + tl.load(plan.before + row)
@@ -221,7 +228,7 @@ def emit_cut_kernel(
         row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
         count = tl.load(found.count + row)
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
-        here = State(state.residual + base, state.variance + base)
+        here = Held(state.residual + base, state.variance + base)
         origin = (base - tl.load(cut.origin + number)).to(tl.int32)
         top, limits = exponent_of(tl.load(sums.tops + slot * APART), quantum), limits_of(plan, slot)
         last = limits[0]
@@ -257,7 +264,7 @@ def emit_cut_kernel(
 
 
 @triton.jit
-def put_back_kernel(state, cut, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr):
+def put_back_kernel(state, cut, quantum, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr):
     """Undo, one program a group."""
     row = tl.program_id(0) * group + tl.arange(0, group)
     count = tl.load(found.count + row)
@@ -269,7 +276,9 @@ def put_back_kernel(state, cut, found, size: tl.constexpr, group: tl.constexpr, 
         place = tl.load(found.place + source, mask=lane < count[:, None], other=-1)
         sent = place >= 0
         r = tl.load(found.residual + source, mask=sent, other=0.0)
-        v = tl.load(found.variance + source, mask=sent, other=0.0)
+        if quantum.weighed:
+            v = tl.load(found.variance + source, mask=sent, other=0.0)
         at = tl.max_contiguous((tl.arange(0, group) * size)[:, None] + place, (1, 2))
         tl.store(state.residual + base + at, r, mask=sent)
-        tl.store(state.variance + base + at, v, mask=sent)
+        if quantum.weighed:
+            tl.store(state.variance + base + at, v, mask=sent)

@@ -1,248 +1,225 @@
-"""Steps 2 to 4 for CUDA: Triton kernels, of which only the first touches every element.
+"""Steps 2 to 4 for CUDA: from a gradient to the message that is sent. Launchers; nothing here waits for the device.
 
-    stream     r += g, v += m, test; who passes gets r = v = 0 and is written down tile by tile, in the scratch
-    classify   who is below the window gets r and v back; how many are sent; where room is short, how many a class
-    share      per tensor: exponent, how many passed, and where room is short which class is cut, and where
-    scan       where each group's words begin
-    emit       the words; what is sent is settled
-    emit_cut   the same where room is short, and who is not sent is put back; zeros after the last word
-    put_back   undo: whoever is still written down gets r and v back
-
-Where a density is wanted, `histogram` (triton_scores.py) comes before them and reads every element, too.
-The first two are here, the others in triton_share.py and triton_emit.py, the records in triton_records.py.
-A candidate is an element that passed. A tile that finds the scratch full is *spilled*: its r and v stay as accumulated
-and later kernels test it again. Class 8 is below the window of 3 bits: not sent. Nothing waits for the host, no float
-is added atomically, and no multiply and add is fused: every operation is rounded by itself, as in the reference.
+The kernels that choose and write words are in stream.py, share.py and emit.py, with a density also in scores.py; words
+become a body in pack.py, a body a message in head.py.
 """
-
-# Kernels are typed by Triton, not by Python.
-# mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"
 
 from __future__ import annotations
 
-import triton
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
 import triton.language as tl
+from torch import Tensor
 
-from gradwire.codec.gpu.records import (
-    ALIGN,
-    ALL,
-    APART,
-    BAD,
-    CHOSEN,
-    CLASSES,
-    DROPPED,
-    MAGNITUDE,
-    SPAN,
-    SPILLED,
-    WINDOW,
-    State,
-    census,
-    class_of,
-    counters,
-    exponent_of,
-    four,
-    is_short,
-    least_sent,
-    passing,
-    spilled_part,
-    summed,
-    tally,
-)
+from gradwire.codec import words as wire_words
+from gradwire.codec.form import Shape
+from gradwire.codec.gpu import emit as emitting
+from gradwire.codec.gpu import records as kinds
+from gradwire.codec.gpu import share as sharing
+from gradwire.codec.gpu import stream as streaming
+from gradwire.codec.gpu.head import seal
+from gradwire.codec.gpu.pack import pack
+from gradwire.codec.gpu.scores import limited
+from gradwire.codec.header import Parts
+from gradwire.codec.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Encoded, Rule, Selection
+from gradwire.compile.launching import UNFUSED
+from gradwire.compile.tiles import Tiles, on_device, tiles_of
+from gradwire.layout import Layout
 
 
-@triton.jit
-def accumulate(
-    grad, moment, slot, state, base, low, high, sums, test, quantum, whole: tl.constexpr, size: tl.constexpr
-):
-    """(r + g, v + m, who passes, bits of |r| of those or BAD, the largest known) of one tile.
+@dataclass(frozen=True)
+class Tiling:
+    """How a bucket is cut: places of a tile, tiles of a group; warps of a program, registers of a thread."""
 
-    r and v are written as if all that pass were sent.
-    """
-    top_at = sums.tops + slot * APART
-    r, v, g, m = four(grad, moment, state, base, low, high, whole, size)
-    # Read by an atomic, so that all threads see the same while other programs raise it.
-    known = tl.atomic_max(top_at, 0, sem="relaxed")
-    a, b, good = summed(r, v, g, m)
-    passes = passing(a, b, least_sent(known, test, quantum), slot, test)
-    left_residual, left_variance = tl.where(passes, 0.0, a), tl.where(passes, 0.0, b * test.zeta)
-    lane = tl.arange(0, size)
-    r_at, v_at = state.residual + base + lane, state.variance + base + lane
-    if whole:
-        tl.store(r_at, left_residual)
-        tl.store(v_at, left_variance)
+    size: int
+    group: int
+    warps: int
+    registers: int | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a program of `emit` looks at together: tiles, candidates of each; its warps."""
+
+    rows: int
+    lanes: int
+    warps: int
+
+
+# H200, 2^28 elements, ratio 10, stream alone: 1.63 ms; tiles of 1024 with 4 warps take 1.67. With 64 registers a
+# multiprocessor has 32 warps; with 48 there are spills, 80 are too many: 1.70 both.
+ENCODE = Tiling(size=2048, group=32, warps=8, registers=64)
+# For tiles of few candidates and of more than MANY. H200, ratio 10: 105 us with (8, 32, 2), 117 with (32, 32, 4), 154
+# with (8, 64, 4); ratio 100: 26 us with (32, 16, 4), 30 with (16, 16, 2).
+EMIT, EMIT_MANY, MANY = Batch(32, 16, 4), Batch(8, 32, 2), 64
+LANES = 16  # candidates of a tile that `classify` looks at together
+MOST_FOUND = (1 << 31) - (1 << 20)  # positions in the scratch are int32
+SCAN = 4096  # groups that the one program of `scan` looks at together
+APART = kinds.APART.value
+
+
+def encode(
+    grad: Tensor,
+    moment: Tensor | None,
+    residual: Tensor,
+    variance: Tensor | None,
+    active: Tensor | None,
+    shape: Shape,
+    rule: Rule,
+    step: int,
+) -> Encoded:
+    """As `reference.encode`."""
+    state = (grad, moment, residual, variance, active)
+    chosen = select(*state, shape.layout, rule, shape.capacity, step, shape.chunk)
+    orders, body, counts = None, chosen.words, chosen.counts
+    if shape.blocks is not None:
+        orders, body = pack(chosen.words, counts, chosen.codes, shape.blocks, shape.chunk)
+        counts = torch.zeros_like(counts)  # its blocks count for themselves
+    message = seal(shape, step, Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body))
+    places = functools.partial(wire_words.places, chosen.words, chosen.counts, shape.chunk)
+    return Encoded(message, chosen.codes, chosen.exponents, chosen.passed, chosen.undo, places)
+
+
+def select(
+    grad: Tensor,
+    moment: Tensor | None,
+    residual: Tensor,
+    variance: Tensor | None,
+    active: Tensor | None,
+    layout: Layout,
+    rule: Rule,
+    capacity: Sequence[int],
+    step: int,
+    chunk: int,
+    tiling: Tiling = ENCODE,
+) -> Selection:
+    """As `reference.select`: one pass over the bucket (with a density, two), then short kernels over who passed."""
+    assert tiling.size < 256 * LANES, "a lane counts its candidates of a class in eight bits"
+    tiles = tiles_of(layout, residual.device, chunk, tiling.size, tiling.group)
+    n_words, n_slots = sum(capacity), len(layout)
+    report = _report(n_words, n_slots, tiles.n_chunks, residual.device)
+    if not tiles.n_tiles:
+        return _nothing(report, active)
+    if variance is None or moment is None:
+        moment, held = grad, kinds.Held(residual, residual)
     else:
-        inside = (lane >= low) & (lane < high)
-        tl.store(r_at, left_residual, mask=inside)
-        tl.store(v_at, left_variance, mask=inside)
-    return a, b, passes, tl.where(good, tl.where(passes, a.to(tl.int32, bitcast=True) & MAGNITUDE, 0), BAD), known
+        held = kinds.Held(residual, variance)
+    state, cut, test, quantum, found, sums, plan = _records(
+        tiles, active, rule, step, capacity, held, variance is not None
+    )
+    if rule.density is not None:
+        test = limited(grad, moment, state, cut, test, quantum, tiles, layout, rule, active is None)
+    records = (state, cut, test, quantum, found, sums, plan)
+    sizes, by_group = {"size": tiling.size, "group": tiling.group}, (tiles.n_groups,)
+    many = {"num_warps": tiling.warps, "maxnreg": tiling.registers, **sizes, **UNFUSED}
+    for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
+        inputs = (grad, moment, *records, kinds.Visit(*visit))
+        streaming.stream_kernel[(len(visit[0]),)](*inputs, all_live=active is None, whole=whole, **many)
+    streaming.classify_kernel[by_group](*records, lanes=LANES, **sizes, **UNFUSED)
+    sharing.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, **UNFUSED)
+    sharing.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)
+    block = EMIT_MANY if n_words * tiling.size > MANY * layout.numel else EMIT
+    _emit(records, report, tiles, block, sizes, rule.feedback)
+
+    def undo() -> None:
+        emitting.put_back_kernel[by_group](state, cut, quantum, found, lanes=block.lanes, **sizes)
+
+    return _selection(report, undo)
 
 
-@triton.jit
-def note(
-    a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan,
-    whole: tl.constexpr, size: tl.constexpr,
-):  # fmt: skip
-    """Writes down who passes in one tile."""
-    lane = tl.arange(0, size)
-    summary = tl.sum(passes.to(tl.int32) + ((bits > known).to(tl.int32) << 16))
-    count = summary & 0xFFFF
-    tl.store(found.count + tile, count)
-    tl.store(found.known + tile, known)
-    if summary >> 16 != 0:
-        tl.atomic_max(sums.tops + slot * APART, tl.max(tl.where(bits == BAD, 0, bits)), sem="relaxed")
-        if tl.max(bits) == BAD:
-            tl.store(sums.bad, 1)
-    if count != 0:
-        tl.atomic_add(sums.asked + slot * APART + tile % APART, count, sem="relaxed")
-        taken = (count + 7) // 8  # the scratch is given out in eights
-        eights = tl.atomic_add(sums.taken, taken.to(tl.int64), sem="relaxed")
-        position = eights * 8
-        if eights + taken <= tl.load(plan.numbers + 1):
-            # Said to be contiguous so that the values stay in the threads that loaded them, and do not go through
-            # shared memory first. The mask, different from lane to lane, keeps every store one element wide.
-            at = tl.max_contiguous(tl.multiple_of(tl.cumsum(passes.to(tl.int32)) - 1, 4), 4)
-            tl.store(found.place + position + at, lane.to(tl.int16), mask=passes)
-            tl.store(found.residual + position + at, a, mask=passes)
-            tl.store(found.variance + position + at, b, mask=passes)
-        else:
-            position = position * 0 + SPILLED
-            tl.debug_barrier()
-            if whole:
-                tl.store(state.residual + base + lane, a)
-                tl.store(state.variance + base + lane, b)
-            else:
-                inside = (lane >= low) & (lane < high)
-                tl.store(state.residual + base + lane, a, mask=inside)
-                tl.store(state.variance + base + lane, b, mask=inside)
-        tl.store(found.position + tile, position)
+def _emit(
+    records: tuple[Any, ...], report: kinds.Outputs, tiles: Tiles, block: Batch, sizes: dict[str, int], feedback: bool
+) -> None:
+    options: dict[str, Any] = {"feedback": feedback, "lanes": block.lanes, **sizes, **UNFUSED}
+    rows = min(block.rows, tiles.group)
+    grid = (tiles.n_groups * (tiles.group // rows),)
+    emitting.emit_kernel[grid](*records, report, rows=rows, num_warps=block.warps, **options)
+    emitting.emit_cut_kernel[(tiles.n_groups,)](*records, report, len(report.words), **options)
 
 
-@triton.jit
-def stream_kernel(
-    grad, moment, state, cut, test, quantum, found, sums, plan, visit,
-    all_live: tl.constexpr, whole: tl.constexpr, size: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of `visit`; whole: they are all full.
+def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> kinds.Outputs:
+    sizes = (n_words, n_chunks, n_slots * (WINDOW + 1), n_slots, n_slots)
+    made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
+    made.append(torch.empty(1, dtype=torch.uint8, device=device))
+    return kinds.Outputs(*made)
 
-    What is below the window of the largest |r| that the tensor's tiles have found so far is certainly not sent, so it
-    does not pass here. How much that catches depends on the order of the tiles; what is sent does not: `classify`
-    gives the rest back, one by one.
+
+def _selection(report: kinds.Outputs, undo: Callable[[], None]) -> Selection:
+    words, counts, codes, exponents, passed, finite = report
+    codes, finite = codes.view(-1, WINDOW + 1), finite.view(torch.bool).squeeze(0)
+    return Selection(words, counts, codes, exponents, passed, finite, undo)
+
+
+def _nothing(report: kinds.Outputs, active: Tensor | None) -> Selection:
+    """Of a bucket without elements."""
+    for tensor in report:
+        tensor.zero_()
+    report.exponents.fill_(-128)
+    report.finite.fill_(1)
+    if active is not None:
+        report.passed.copy_(active.int() - 1)
+    return _selection(report, lambda: None)
+
+
+def _records(
+    tiles: Tiles,
+    active: Tensor | None,
+    rule: Rule,
+    step: int,
+    capacity: Sequence[int],
+    state: kinds.Held,
+    weighed: bool,
+) -> tuple[Any, ...]:
+    """What all kernels of one encode are given: memory of their own, the geometry and the rule."""
+    device, n_slots, n_tiles, n_groups = state.residual.device, tiles.n_slots, tiles.n_tiles, tiles.n_groups
+
+    def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    live = tiles.all_live if active is None else active.view(torch.uint8)
+    geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin, tiles.first_of_slot)
+    cut = kinds.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
+    eights, n_found = _room(tiles, sum(capacity))
+    before = empty(n_found, torch.float32)
+    lists = (empty(n_found, torch.int16), before, empty(n_found, torch.float32) if weighed else before)
+    found = kinds.Found(*lists, empty(n_tiles), empty(n_tiles), empty(n_tiles))
+    n_zeros = APART + (APART + 4) * n_slots
+    host = np.zeros(n_zeros + 2 + n_slots, np.int64)
+    host[n_zeros:] = step * GOLDEN, eights, *capacity
+    zeros = on_device(host, device)  # with the numbers, in one copy: a kernel that only writes zeros takes 3 us
+    tops, asked, totals = (zeros[APART:].view(torch.int32)[APART * n_slots * i :] for i in range(3))
+    sums = kinds.Sums(zeros[:2], zeros[2:3].view(torch.int32), tops, asked, totals)
+    sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups, n_tiles)
+    plan = kinds.Plan(zeros[n_zeros:], *(empty(size) for size in sizes))
+    return state, cut, _test(rule), _quantum(rule, weighed), found, sums, plan
+
+
+def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:
+    """Eights of candidates in the scratch, and its length: with a reserve for the sent elements of spilled tiles.
+
+    Half as many again as can be sent, because some are below the window or without room; a tile takes whole eights.
     """
-    tile, slot = tl.load(visit.tile + tl.program_id(0)), tl.load(visit.slot + tl.program_id(0))
-    base = tl.load(visit.base + tl.program_id(0)).to(tl.int64) * ALIGN
-    low, high = 0, size
-    if not whole:
-        low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
-    live = True
-    if not all_live:
-        live = tl.load(cut.live + slot) != 0
-    if live & (high > low):
-        a, b, passes, bits, known = accumulate(
-            grad, moment, slot, state, base, low, high, sums, test, quantum, whole, size
-        )
-        note(a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan, whole, size)
-    else:
-        tl.store(found.count + tile, 0)
-        tl.store(found.known + tile, 0)
+    most = -(-tiles.numel // 8) + tiles.n_tiles
+    eights = min(most, (n_words + n_words // 2) // 8 + 2 * tiles.size + tiles.n_tiles, (MOST_FOUND - n_words) // 8)
+    return eights, 8 * eights if eights == most else 8 * eights + n_words
 
 
-@triton.jit
-def in_scratch(position, lane, kept):
-    """Where the candidates lane [1, lanes] of tiles [rows] are in the scratch, and a mask to read them with.
-
-    It is given out in eights, which the arithmetic tells the compiler: a thread reads 16 bytes at once. What is read
-    after the last candidate is to be ignored.
-    """
-    return (position // 8 * 8)[:, None] + lane, lane < ((kept + 7) // 8 * 8)[:, None]
-
-
-@triton.jit
-def drop_below(
-    position, kept, top, here, test, quantum, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
-):
-    """Gives r and v back to candidates below the window, of the first `kept` of every tile; how many, [group].
-
-    Scattered writes: H200, 64 tensors, ratio 10, 3 % of the candidates: 90 us.
-    """
-    below = tl.zeros((group, lanes), tl.int32)
-    for start in tl.range(0, tl.max(kept), lanes):
-        lane = start + tl.arange(0, lanes)[None, :]
-        source, mask = in_scratch(position, lane, kept)
-        r = tl.load(found.residual + source, mask=mask, other=0.0)
-        left = (class_of(r.to(tl.int32, bitcast=True), top, quantum) == DROPPED) & (lane < kept[:, None])
-        below += left.to(tl.int32)
-        place = tl.load(found.place + source, mask=left, other=0)
-        v = tl.load(found.variance + source, mask=left, other=0.0)
-        # Said to be contiguous so that the values stay in the threads that read them; the mask keeps stores narrow.
-        at = tl.multiple_of((tl.arange(0, group) * size)[:, None] + place, (1, 4))
-        at = tl.max_contiguous(at, (1, 4))
-        tl.store(here.residual + at, r, mask=left)
-        tl.store(here.variance + at, v * test.zeta, mask=left)
-        tl.debug_barrier()  # should another thread mark the place than has read it
-        tl.store(found.place + source, tl.full((group, lanes), -1, tl.int16), mask=left)
-    return tl.sum(below, axis=1)
+def _test(rule: Rule) -> kinds.Test:
+    """Without the limits of a density."""
+    least, floor = np.float32(SMALLEST), np.float32(rule.floor)
+    if rule.tau is not None:  # |r| > tau
+        least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
+    alpha, zeta, bound, square = (float(np.float32(x)) for x in (rule.alpha, rule.zeta, least, floor * floor))
+    return kinds.Test(alpha, zeta, bound, square, tl.constexpr(False), tl.constexpr(0))
 
 
-@triton.jit
-def n_of_classes(
-    number, slot, count, position, top, state, cut, test, quantum, found,
-    size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
-):  # fmt: skip
-    """How many candidates of each class are in each tile of a group, [group, 8]."""
-    row, kept = number * group + tl.arange(0, group), tl.where(position != SPILLED, count, 0)
-    packed = tl.zeros((group, lanes), tl.int64)
-    for start in tl.range(0, tl.max(kept), lanes):
-        lane = start + tl.arange(0, lanes)[None, :]
-        source, mask = in_scratch(position, lane, kept)
-        r = tl.load(found.residual + source, mask=mask, other=0.0)
-        classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
-        packed += tally(classes, (lane < kept[:, None]) & (classes < DROPPED))
-    histogram = counters(packed)
-    if tl.min(position) == SPILLED:
-        for tile in tl.range(number * group, number * group + group):
-            if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
-                for start in tl.range(0, size, SPAN):
-                    classes, _r, _v, _inside = spilled_part(tile, slot, start, top, state, cut, test, quantum)
-                    histogram += tl.where((row == tile)[:, None], census(classes)[None, :], 0)
-    return histogram
-
-
-@triton.jit
-def classify_kernel(
-    state, cut, test, quantum, found, sums, plan, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
-):
-    """One program a group: how many candidates its tiles send; rows are tiles, columns candidates.
-
-    If a tile knew the tensor's exponent, all of them, and nobody looks at them; if not, those in the window. Where room
-    is short, or a tile was spilled, how many there are of each class, for `share` to choose.
-    """
-    number = tl.program_id(0)
-    slot = tl.load(cut.slot + number)
-    row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
-    count, known = tl.load(found.count + row), tl.load(found.known + row)
-    position = tl.load(found.position + row, mask=count > 0, other=0)
-    top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
-    if is_short(slot, sums, plan) | (tl.min(position) == SPILLED):
-        histogram = n_of_classes(
-            number, slot, count, position, top, state, cut, test, quantum, found, size, group, lanes
-        )
-        tl.store(plan.histogram + row[:, None] * CLASSES + column[None, :], histogram)
-        tl.store(plan.kind + number, CHOSEN)
-        whole = tl.sum(histogram, axis=0)
-    else:
-        tl.store(plan.kind + number, ALL)
-        if not quantum.hybrid:
-            kept = tl.where(exponent_of(known, quantum) != top, count, 0)
-            if tl.max(kept) != 0:
-                base = tl.multiple_of(tl.load(cut.base + number * group), ALIGN)
-                here = State(state.residual + base, state.variance + base)
-                count -= drop_below(position, kept, top, here, test, quantum, found, size, group, lanes)
-                tl.debug_barrier()
-                tl.store(plan.kind + number, WINDOW)
-        tl.store(plan.before + row, tl.cumsum(count) - count)
-        whole = tl.where(column == 0, tl.sum(count), 0)
-    total = tl.sum(whole)
-    tl.store(plan.by_group + number * CLASSES + column, whole)
-    tl.store(plan.begin + number, total)
-    if total != 0:
-        tl.atomic_add(sums.totals + slot * CLASSES + column, whole, sem="relaxed")
+def _quantum(rule: Rule, weighed: bool) -> kinds.Quantum:
+    tau = np.float32(rule.tau or 0)
+    constants = (ROUNDING[rule.rounding], rule.rounding == "unbiased", rule.tau is not None, weighed)
+    half, unbiased, hybrid, weighs = (tl.constexpr(constant) for constant in constants)
+    return kinds.Quantum(half, unbiased, hybrid, float(tau), int(tau.view(np.int32) >> 23), float(tau * tau), weighs)

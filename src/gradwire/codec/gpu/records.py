@@ -1,6 +1,6 @@
 """Steps 2 to 4 for CUDA: what the kernels of one encode hand each other, and the arithmetic they share.
 
-triton_encode.py says what the kernels do. G groups of tiles, K tensors.
+stream.py says what the kernels do. G groups of tiles, K tensors.
 """
 
 # Kernels are typed by Triton, not by Python.
@@ -54,7 +54,9 @@ class Visit(NamedTuple):
     base: Any
 
 
-class State(NamedTuple):
+class Held(NamedTuple):
+    """r and v. Where v does not count nobody keeps it, and what stands in its place may not be touched."""
+
     residual: Any
     variance: Any
 
@@ -74,7 +76,10 @@ class Test(NamedTuple):
 
 
 class Quantum(NamedTuple):
-    """How sizes become classes. hybrid: tau is all that is sent; tau_binade: its biased exponent; tau_square: tau^2."""
+    """How sizes become classes. hybrid: tau is all that is sent; tau_binade: its biased exponent; tau_square: tau^2.
+
+    weighed: whether v counts. A constant only in what a kernel is given: in a tuple that it makes itself it is none.
+    """
 
     half: Any
     unbiased: Any
@@ -82,6 +87,7 @@ class Quantum(NamedTuple):
     tau: Any
     tau_binade: Any
     tau_square: Any
+    weighed: Any
 
 
 class Found(NamedTuple):
@@ -130,7 +136,7 @@ class Plan(NamedTuple):
     before: Any
 
 
-class Report(NamedTuple):
+class Outputs(NamedTuple):
     """What `Selection` holds."""
 
     words: Any
@@ -150,16 +156,22 @@ def passing(a, b, least, slot, test):
 
 
 @triton.jit
-def four(grad, moment, state, base, low, high, whole: tl.constexpr, size: tl.constexpr):
-    """r, v, g, m of one tile; 0 outside of it."""
+def four(grad, moment, state, base, low, high, quantum, whole: tl.constexpr, size: tl.constexpr):
+    """r, v, g, m of one tile; 0 outside of it, and v = m = 0 where they do not count."""
     lane = tl.arange(0, size)
     r_at, v_at = state.residual + base + lane, state.variance + base + lane
     g_at, m_at = grad + base + lane, moment + base + lane
+    inside = (lane >= low) & (lane < high)
     # No hints to the cache: with evict_first for g and m all of it took 1.79 ms instead of 1.63 (H200, ratio 10).
-    if whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
+    if not quantum.weighed:
+        v, m = tl.zeros((size,), tl.float32), tl.zeros((size,), tl.float32)
+        if whole:
+            r, g = tl.load(r_at), tl.load(g_at)
+        else:
+            r, g = tl.load(r_at, mask=inside, other=0.0), tl.load(g_at, mask=inside, other=0.0)
+    elif whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
         r, v, g, m = tl.load(r_at), tl.load(v_at), tl.load(g_at), tl.load(m_at)
     else:
-        inside = (lane >= low) & (lane < high)
         r, v = tl.load(r_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
         g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
     return r, v, g, m
@@ -256,12 +268,21 @@ def census(classes):
 
 
 @triton.jit
+def old_variance(at, have, quantum):
+    """v where it counts, 0 where not."""
+    v = tl.where(have, 0.0, 0.0)
+    if quantum.weighed:
+        v = tl.load(at, mask=have, other=0.0)
+    return v
+
+
+@triton.jit
 def spilled_part(tile, slot, start, top, state, cut, test, quantum):
     """(class or 8, r, v, lanes inside) of SPAN places of a tile that is not in the scratch."""
     lane = start + tl.arange(0, SPAN)
     base = tl.load(cut.base + tile)
     inside = (lane >= tl.load(cut.low + tile)) & (lane < tl.load(cut.high + tile))
     r = tl.load(state.residual + base + lane, mask=inside, other=0.0)
-    v = tl.load(state.variance + base + lane, mask=inside, other=0.0)
+    v = old_variance(state.variance + base + lane, inside, quantum)
     classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
     return tl.where(passing(r, v, test.least, slot, test), classes, DROPPED), r, v, inside

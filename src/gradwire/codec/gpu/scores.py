@@ -9,20 +9,28 @@ histogram   reads every element once and writes nothing but counts: in shared me
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from gradwire.codec import limits
-from gradwire.codec.gpu import shared
+from gradwire.codec.gpu import records as kinds
+from gradwire.codec.gpu import shared_memory as shared
 from gradwire.codec.gpu.records import ALIGN, four, summed
+from gradwire.codec.interface import Rule
+from gradwire.compile.launching import UNFUSED
+from gradwire.compile.tiles import Tiles
+from gradwire.layout import Layout
 
 BINS, SHIFT = tl.constexpr(limits.BINS), tl.constexpr(limits.SHIFT)
+ROWS, WARPS = 8, 8  # tiles of a program: its 4096 counters are cleared and added up once; not measured yet
 
 
 @triton.jit
-def count_tile(grad, moment, state, base, low, high, test, memory, whole: tl.constexpr, size: tl.constexpr):
+def count_tile(grad, moment, state, base, low, high, test, quantum, memory, whole: tl.constexpr, size: tl.constexpr):
     """Adds the scores of one tile to the histogram in shared memory; those outside of it are 0, and do not count."""
-    r, v, g, m = four(grad, moment, state, base, low, high, whole, size)
+    r, v, g, m = four(grad, moment, state, base, low, high, quantum, whole, size)
     a, b, _good = summed(r, v, g, m)
     score = a * a - b * test.alpha
     shared.increment(memory, score.to(tl.int32, bitcast=True) >> SHIFT, (score > 0) & (tl.abs(a) >= test.least))
@@ -30,7 +38,7 @@ def count_tile(grad, moment, state, base, low, high, test, memory, whole: tl.con
 
 @triton.jit
 def histogram_kernel(
-    grad, moment, state, cut, test, histogram,
+    grad, moment, state, cut, test, quantum, histogram,
     all_live: tl.constexpr, size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr,
 ):  # fmt: skip
     """One program for `rows` tiles of a group, which are of one tensor; the last ones may be empty."""
@@ -46,10 +54,34 @@ def histogram_kernel(
             low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
             base = tl.multiple_of(tl.load(cut.base + tile), ALIGN)
             if high - low == size:
-                count_tile(grad, moment, state, base, low, high, test, memory, True, size)
+                count_tile(grad, moment, state, base, low, high, test, quantum, memory, True, size)
             elif high > low:
-                count_tile(grad, moment, state, base, low, high, test, memory, False, size)
+                count_tile(grad, moment, state, base, low, high, test, quantum, memory, False, size)
         tl.debug_barrier()
         counts = shared.get(memory, tl.arange(0, BINS))
         its_bins = histogram + slot.to(tl.int64) * BINS + tl.arange(0, BINS)
         tl.atomic_add(its_bins, counts, mask=counts != 0, sem="relaxed")
+
+
+def limited(
+    grad: Tensor,
+    moment: Tensor,
+    state: kinds.Held,
+    cut: kinds.Cut,
+    test: kinds.Test,
+    quantum: kinds.Quantum,
+    tiles: Tiles,
+    layout: Layout,
+    rule: Rule,
+    all_live: bool,
+) -> kinds.Test:
+    """The test with the limits of this step's scores."""
+    assert tiles.size >= 32 * WARPS, "an element that two threads hold would be counted twice"
+    rows = min(ROWS, tiles.group)
+    histogram = torch.zeros(tiles.n_slots, limits.BINS, dtype=torch.int32, device=grad.device)
+    sizes = {"size": tiles.size, "group": tiles.group, "rows": rows, "num_warps": WARPS}
+    histogram_kernel[(tiles.n_groups * (tiles.group // rows),)](
+        grad, moment, state, cut, test, quantum, histogram, all_live=all_live, **sizes, **UNFUSED
+    )
+    limit = limits.limits(histogram, layout, rule).view(torch.float32)
+    return test._replace(scored=tl.constexpr(True), limit=limit)

@@ -1,4 +1,4 @@
-"""Steps 3 and 4 for CUDA: who has room, and where the words go. See triton_encode.py."""
+"""Steps 3 and 4 for CUDA: who has room, and where the words go. See stream.py."""
 
 # Kernels are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined,untyped-decorator"

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import SMALL, shared
 
 LARGEST = np.float32(3.4028234663852886e38)
@@ -33,7 +33,7 @@ def select(residual: Tensor, grad: Tensor, live: Tensor | None, begins: Tensor) 
     return torch.from_numpy(chosen), torch.from_numpy(largest), torch.tensor(not found[:, 1].any())
 
 
-@compiled
+@machine_code
 def _select(
     part: int,
     first: int,
@@ -64,7 +64,7 @@ def _select(
     found[part, 0], found[part, 1] = out - begins[first], bad
 
 
-@compiled
+@machine_code
 def _accumulate(r: Array, g: Array, h: Array) -> np.int32:
     """r = G, h = H; a bad value adds nothing. Not 0 if there was one."""
     bad = np.int32(0)
@@ -78,7 +78,7 @@ def _accumulate(r: Array, g: Array, h: Array) -> np.int32:
     return bad
 
 
-@compiled
+@machine_code
 def _top(bits: Array) -> np.int32:
     """The bits of the largest size: integers, so that the loop is vectorized."""
     top = np.int32(0)
@@ -87,7 +87,7 @@ def _top(bits: Array) -> np.int32:
     return top
 
 
-@compiled
+@machine_code
 def _collect(r: Array, reach: Array, top: np.int32, begin: int, places: Array, out: int) -> int:
     """Writes down who passes, from `out` on; where it stopped."""
     whole = r.size // TILE * TILE

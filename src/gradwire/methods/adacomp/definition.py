@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire import codec as kernels
-from gradwire.codec import header
-from gradwire.codec.compact_blocks import Blocks, block_length, room_words
-from gradwire.codec.compiling import compiles
+from gradwire.codec import header, numba_ready
+from gradwire.codec.form import Blocks, block_length, room_words
 from gradwire.codec.interface import GOLDEN, NOTHING
 from gradwire.layout import Layout
 from gradwire.methods.base import Arrival, Context, Gather, Message
@@ -166,7 +165,7 @@ def _select(grad: Tensor, residual: Tensor, bins: Bins, context: Context) -> tup
     """r = G; who passes, max |G| of the bins [B], 0 in tensors without a gradient, and whether all was finite."""
     active, numel = context.active, context.layout.numel
     live = None if active is None else torch.repeat_interleave(active, bins.in_tensor, output_size=len(bins.lengths))
-    if compiles(grad.device):
+    if numba_ready(grad.device):
         from gradwire.methods.adacomp import cpu as compiled_adacomp
 
         places, largest, finite = compiled_adacomp.select(residual, grad, live, bins.begins)

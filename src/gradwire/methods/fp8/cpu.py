@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.runs import Runs
 from gradwire.arithmetic.runs_cpu import MAGNITUDE, largest, parts
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 from gradwire.methods.fp8.definition import CODE, FORMATS
 
@@ -52,7 +52,7 @@ def _numbers(format: str) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(FORMATS[format]).float()
 
 
-@compiled
+@machine_code
 def _round(
     part: int,
     begin: int,
@@ -76,14 +76,14 @@ def _round(
         at = stop
 
 
-@compiled
+@machine_code
 def _divide(grad: Array, scale: np.float32, even: np.float32, scaled: Array, spaced: Array) -> None:
     for i in range(grad.size):
         scaled[i] = grad[i] / scale
         spaced[i] = abs(scaled[i]) + even
 
 
-@compiled
+@machine_code
 def _encode(scaled: Array, spaced: Array, shift: np.int32, least: np.int32, codes: Array) -> None:
     """From the bits of both; `even` is a power of two, so the mantissa of `spaced` is the code of a small one."""
     one = np.int32(1)
@@ -96,13 +96,13 @@ def _encode(scaled: Array, spaced: Array, shift: np.int32, least: np.int32, code
         codes[i] = np.uint8(code | ((scaled[i] >> np.int32(24)) & SIGN))
 
 
-@compiled
+@machine_code
 def _largest_codes(part: int, begin: int, end: int, codes: Array, tops: Array) -> None:
     for rank in range(codes.shape[0]):
         tops[part, rank] = _top(codes[rank, begin:end])
 
 
-@compiled
+@machine_code
 def _top(codes: Array) -> np.uint8:
     top = np.uint8(0)
     for i in range(codes.size):
@@ -110,7 +110,7 @@ def _top(codes: Array) -> np.uint8:
     return top
 
 
-@compiled
+@machine_code
 def _add(part: int, begin: int, end: int, codes: Array, shares: Array, table: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
     start = np.searchsorted(ends, begin, side="right")
@@ -128,7 +128,7 @@ def _add(part: int, begin: int, end: int, codes: Array, shares: Array, table: Ar
                 at = stop
 
 
-@compiled
+@machine_code
 def _add_run(codes: Array, share: np.float32, table: Array, out: Array) -> None:
     for i in range(codes.size):
         out[i] += table[codes[i]] * share

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.runs import tensors_of
-from gradwire.codec import SMALLEST
-from gradwire.codec.compiling import compiles
+from gradwire.codec import SMALLEST, numba_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
@@ -46,7 +45,7 @@ class FP8(Fixed):
         words = torch.zeros(self.body_words(context.layout), dtype=torch.int32, device=grad.device)
         codes = words[len(runs) :].view(torch.uint8)[: runs.numel]
         scale = words[: len(runs)].view(torch.float32)
-        if compiles(grad.device):
+        if numba_ready(grad.device):
             from gradwire.methods.fp8 import cpu as compiled_fp8
 
             self._scales(compiled_fp8.largest(grad, runs), scale)
@@ -69,7 +68,7 @@ class FP8(Fixed):
         runs = tensors_of(context.layout)
         scales = bodies[:, : len(runs)].contiguous().view(torch.float32)
         codes = bodies[:, len(runs) :].contiguous().view(torch.uint8)[:, : runs.numel]
-        if compiles(bodies.device):
+        if numba_ready(bodies.device):
             from gradwire.methods.fp8 import cpu as compiled_fp8
 
             top = compiled_fp8.largest_codes(codes)
@@ -81,7 +80,7 @@ class FP8(Fixed):
 
     def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
         runs, (codes, shares) = tensors_of(context.layout), said
-        if compiles(out.device):
+        if numba_ready(out.device):
             from gradwire.methods.fp8 import cpu as compiled_fp8
 
             compiled_fp8.add(self.format, codes, shares, out, runs)

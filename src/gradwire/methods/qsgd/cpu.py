@@ -11,7 +11,7 @@ from gradwire.arithmetic.draws_cpu import draw
 from gradwire.arithmetic.groups import Groups
 from gradwire.codec import fields
 from gradwire.codec.cpu import fields as compiled_fields
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import equal_parts, shared
 
 TILE = 512  # words whose elements stay in the first-level cache between rounding and packing
@@ -19,7 +19,7 @@ UNIT = np.float32(2.0**-24)
 ZERO = np.float32(0)
 
 
-@compiled
+@machine_code
 def round_run(
     begin: int, end: int, grad: Array, norm: np.float32, first: np.uint32, second: np.uint32, bits: int, codes: Array
 ) -> int:
@@ -39,7 +39,7 @@ def round_run(
     return total
 
 
-@compiled
+@machine_code
 def encode(
     begin: int,
     end: int,
@@ -70,7 +70,7 @@ def encode(
     return sent
 
 
-@compiled
+@machine_code
 def add_run(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
     """out += what the codes of one group say; unit: norm / s, times the weight."""
     below = np.uint8(levels)
@@ -79,7 +79,7 @@ def add_run(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
         out[i] += -value if codes[i] > below else value
 
 
-@compiled
+@machine_code
 def decode(begin: int, end: int, words: Array, units: Array, ends: Array, bits: int, out: Array) -> None:
     """out += all ranks' words[:, begin:end], tile by tile, in rank order; units: [W, G]."""
     each, levels = 32 // bits, (1 << (bits - 1)) - 1

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.groups import Groups, folded, groups_of, largest
-from gradwire.codec import fields
-from gradwire.codec.compiling import compiles, triton_ready
+from gradwire.codec import fields, numba_ready, triton_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed, rank_by_rank
@@ -55,7 +54,7 @@ class QSGD(Fixed):
 
     def write(self, grad: Tensor, state: Nothing, context: Context) -> Body:
         layout, groups = context.layout, groups_of(context.layout, self.group)
-        if compiles(grad.device):
+        if numba_ready(grad.device):
             from gradwire.methods.qsgd import cpu as compiled_qsgd
 
             keys = draws.keys(self.seed, context.step, layout, context.rank)
@@ -99,7 +98,7 @@ class QSGD(Fixed):
 
     def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
         """All ranks in one pass, tile by tile, where there is a compiler."""
-        if not compiles(out.device):
+        if not numba_ready(out.device):
             rank_by_rank(self.add, said, out, context)
             return
         from gradwire.methods.qsgd import cpu as compiled_qsgd

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradwire.arithmetic.draws_gpu import chance, draw, load_key, table_of
 from gradwire.arithmetic.groups import Groups
 from gradwire.codec import fields
-from gradwire.codec.gpu.launch_decode import UNFUSED
+from gradwire.compile.launching import UNFUSED
 from gradwire.compile.tiles import on_device
 
 WIDEST = 8192  # elements of a group that a program of `write_kernel` holds in registers

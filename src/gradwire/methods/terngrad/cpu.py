@@ -9,7 +9,7 @@ from torch import Tensor
 from gradwire.arithmetic import groups_cpu as compiled_groups
 from gradwire.arithmetic.draws_cpu import draw
 from gradwire.arithmetic.groups import BLOCK, groups_of, largest, sums
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import equal_parts, shared
 from gradwire.layout import Layout
 from gradwire.methods.terngrad.definition import EACH, PLACES, clipped, deviation
@@ -21,7 +21,7 @@ ZERO = np.float32(0)
 TRITS = ((np.arange(256)[:, None] // np.array(PLACES) + 1) % 3 - 1).astype(np.int8)
 
 
-@compiled
+@machine_code
 def measure(first: int, last: int, grad: Array, begins: Array, ends: Array, shifts: Array, results: Array) -> None:
     """results[:, block] = sums of d and d^2, with d = g less the block's shift."""
     apart, squares = np.empty(BLOCK, np.float64), np.empty(BLOCK, np.float64)
@@ -34,7 +34,7 @@ def measure(first: int, last: int, grad: Array, begins: Array, ends: Array, shif
         results[1, block] = compiled_groups.fold(squares, part.size)
 
 
-@compiled
+@machine_code
 def round_run(
     begin: int, end: int, grad: Array, scale: np.float32, first: np.uint32, second: np.uint32, trits: Array
 ) -> int:
@@ -51,7 +51,7 @@ def round_run(
     return n_sent
 
 
-@compiled
+@machine_code
 def encode(begin: int, end: int, grad: Array, scales: Array, ends: Array, keys: Array, packed: Array) -> float:
     """packed[begin:end], bytes of the elements in them; returns |sent|_1."""
     trits, sent_norm, key_words = np.empty(TILE * EACH, np.uint8), 0.0, keys.view(np.uint32)
@@ -74,14 +74,14 @@ def encode(begin: int, end: int, grad: Array, scales: Array, ends: Array, keys: 
     return sent_norm
 
 
-@compiled
+@machine_code
 def add_run(trits: Array, unit: np.float32, out: Array) -> None:
     """out += what the trits of one tensor say."""
     for i in range(out.size):
         out[i] += np.float32(trits[i]) * unit
 
 
-@compiled
+@machine_code
 def decode(begin: int, end: int, packed: Array, units: Array, ends: Array, table: Array, out: Array) -> None:
     """out += all ranks' packed[:, begin:end], tile by tile, in rank order; units: [W, K]."""
     trits = np.empty(TILE * EACH, np.int8)

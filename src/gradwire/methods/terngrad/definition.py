@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.arithmetic import draws
 from gradwire.arithmetic.groups import groups_of, largest, sums
-from gradwire.codec.compiling import compiles
+from gradwire.codec import numba_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
 from gradwire.methods.fixed import Body, Fixed, rank_by_rank
@@ -47,7 +47,7 @@ class TernGrad(Fixed):
 
     def write(self, grad: Tensor, state: Nothing, context: Context) -> Body:
         layout = context.layout
-        if compiles(grad.device):
+        if numba_ready(grad.device):
             from gradwire.methods.terngrad import cpu as compiled_terngrad
 
             keys = draws.keys(self.seed, context.step, layout, context.rank)
@@ -86,7 +86,7 @@ class TernGrad(Fixed):
 
     def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
         """On a CPU tile by tile, all ranks."""
-        if not compiles(out.device):
+        if not numba_ready(out.device):
             rank_by_rank(self.add, said, out, context)
             return
         from gradwire.methods.terngrad import cpu as compiled_terngrad

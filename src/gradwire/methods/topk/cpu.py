@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.compile.machine_code import Array, compiled
+from gradwire.compile.machine_code import Array, machine_code
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 TILE = 16  # elements whose largest is found in one go; mostly none of them passes
 
 
-@compiled
+@machine_code
 def floor(flat: Array, factor: int, start: int, n_sample: int, rank: int) -> int:
     """The size that is `rank`-th in a sample of one tensor, at least 1."""
     bits, sizes, place = flat.view(np.int32), np.empty(n_sample, np.int32), start
@@ -23,7 +23,7 @@ def floor(flat: Array, factor: int, start: int, n_sample: int, rank: int) -> int
     return max(least, 1)
 
 
-@compiled
+@machine_code
 def collect(
     first: int,
     last: int,
@@ -54,7 +54,7 @@ def collect(
         found[segment] = n_found
 
 
-@compiled
+@machine_code
 def choose(
     cuts: Array,
     begins: Array,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +16,12 @@ from gradwire.codec.quota import Quota, check_density
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.momentum import check_momentum, quicken
+from gradwire.methods.momentum import Velocity, check_momentum, quicken
 from gradwire.methods.residual import Residual, WithResidual
 from gradwire.methods.topk.largest import largest
 
 DENSITY = 0.01
 WARM = 0.25  # the density at the beginning of the warm-up
-
-
-@dataclass
-class Velocity(Residual):
-    """The residual, and the momentum that goes into it."""
-
-    velocity: Tensor = field(metadata={"power": 1})  # u
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.shuffle import progression
-from gradwire.codec import CHUNK
-from gradwire.codec.compiling import compiles, triton_ready
+from gradwire.codec import CHUNK, numba_ready, triton_ready
 from gradwire.codec.quota import Quota
 from gradwire.layout import Slot
 
@@ -31,7 +30,7 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
 
     Where fewer than k are found the rest is the tensor's last place with the value 0, also for tensors not `active`.
     """
-    if compiles(flat.device):
+    if numba_ready(flat.device):
         return _compiled(flat, quota, step, exact, active)
     if triton_ready(flat.device) and all(slot.numel < 1 << 31 for slot in quota.layout):  # the kernels count in int32
         from gradwire.methods.topk import gpu as gpu_largest
@@ -85,11 +84,12 @@ def _floor(sizes: Tensor, slot: Slot, k: int, step: int) -> Tensor:
 
 def _compiled(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `reference`, in two loops that Numba compiles."""
-    from gradwire.codec.cpu.segments import segments_of
+    from gradwire.compile.segments import Segments
+    from gradwire.compile.threads import shared
     from gradwire.methods.topk import cpu as compiled_largest
 
     layout, counts, values = quota.layout, np.array(quota.counts, np.int64), flat.numpy()
-    segments = segments_of(layout, torch.get_num_threads(), CHUNK)
+    segments = Segments.of(layout, torch.get_num_threads(), CHUNK)
     floors = np.ones(len(layout), np.int32)
     for number, (slot, k) in enumerate(zip(layout, quota.counts, strict=True)):
         if sampled(k, slot.numel):
@@ -97,13 +97,21 @@ def _compiled(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor
             floors[number] = compiled_largest.floor(slot.of(flat).numpy(), *line, EXPECTED * slot.numel // k, RANK)
     if active is not None:
         floors[~active.numpy()] = MAGNITUDE
-    found, places = np.empty(len(segments), np.int64), np.empty(layout.numel, np.int32)
+    found, places = np.empty(segments.count, np.int64), np.empty(layout.numel, np.int32)
     where = (segments.begins, segments.ends, segments.slots)
-    segments.each(compiled_largest.collect, *where, floors, values, places, found)
+    shared(segments.parts, compiled_largest.collect, *where, floors, values, places, found)
     if exact:
         short = (segments.by_slot(found) < counts) & (floors > 1) & (floors < MAGNITUDE)
         if short.any():
-            segments.each(compiled_largest.collect, *where, np.where(short, np.int32(1), floors), values, places, found)
+            shared(
+                segments.parts,
+                compiled_largest.collect,
+                *where,
+                np.where(short, np.int32(1), floors),
+                values,
+                places,
+                found,
+            )
     chosen, sent = np.empty(quota.total, np.int64), np.zeros(quota.total, np.float32)
     lasts = np.array([slot.offset + slot.numel - 1 for slot in layout], np.int64)
     cuts = np.array(segments.of_slots, np.int64)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from gradwire.codec.gpu import shared
+from gradwire.codec.gpu import shared_memory as shared
 from gradwire.compile.tiles import ALIGN as TILE_ALIGN
 
 ALIGN = tl.constexpr(TILE_ALIGN)

@@ -1,0 +1,325 @@
+"""Steps 2 and 3 as machine code for the CPU: accumulate and decide, the one pass over a bucket (with a density, two).
+
+A bucket is cut into segments, runs of elements of one tensor. Every function takes a range of segments, so that
+threads share them; all of them release the GIL. No fast-math anywhere: every operation is rounded by itself.
+Where v counts for nothing, None stands for v and m: Numba compiles such a call by itself, without what is said of v.
+"""
+# mypy: disable-error-code="index"
+# An array that is None is not looked into, which Numba sees and mypy does not.
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.codec import limits as score_limits
+from gradwire.codec.cpu.bit_masks import N_FLAGS, lowest_bits
+from gradwire.codec.interface import ROUNDING, SMALLEST, Rule
+from gradwire.compile.machine_code import Array, machine_code, trailing_zeros
+from gradwire.compile.segments import Segments
+from gradwire.compile.threads import shared
+from gradwire.layout import Layout
+
+TILE = 1024  # elements that stay in the first cache between the loop that decides and the one that collects
+PASSES, BAD = 1, 2  # flags
+BADS = np.uint64(0x0202020202020202)  # of eight elements
+MAGNITUDE = np.int32(0x7FFFFFFF)
+LARGEST = np.float32(3.4028234663852886e38)
+ZERO = np.float32(0)
+ONE = np.uint64(1)
+BINS, SHIFT = np.int32(score_limits.BINS), np.int32(score_limits.SHIFT)
+ASIDE = 8  # bins of what does not count: several, because an addition waits for the one before it to the same
+
+
+@machine_code
+def part(array: Array | None, here: slice) -> Array | None:
+    """Some of an array that may be None."""
+    if array is None:
+        return None
+    return array[here]
+
+
+@machine_code
+def decide_tile(
+    r: Array,
+    v: Array | None,
+    g: Array,
+    m: Array | None,
+    flags: Array,
+    alpha: np.float32,
+    zeta: np.float32,
+    least: np.float32,
+    floor_square: np.float32,
+) -> None:
+    """r += g, v += m, and v decays where the element does not pass; flags: PASSES, BAD, or 0.
+
+    A bad value adds nothing. No sum, no maximum, no branch: so the loop is vectorized whole.
+    """
+    for i in range(r.size):
+        a, b = r[i] + g[i], ZERO
+        good = abs(a) <= LARGEST
+        if v is not None:
+            b = v[i] + m[i]
+            good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
+            b = b if good else v[i]
+        a = a if good else r[i]
+        passes = (a * a > b * alpha + floor_square) & (abs(a) >= least)
+        r[i] = a
+        if v is not None:
+            v[i] = b if passes else b * zeta
+        flags[i] = np.uint8(passes) | np.uint8(not good) << np.uint8(1)
+
+
+@machine_code
+def decide_tile_by_score(
+    r: Array,
+    v: Array | None,
+    g: Array,
+    m: Array | None,
+    flags: Array,
+    alpha: np.float32,
+    zeta: np.float32,
+    least: np.float32,
+    limit: np.float32,
+) -> None:
+    """As `decide_tile`, where the score decides; its limit as a float32 (limits.py)."""
+    for i in range(r.size):
+        a, b = r[i] + g[i], ZERO
+        good = abs(a) <= LARGEST
+        if v is not None:
+            b = v[i] + m[i]
+            good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
+            b = b if good else v[i]
+        a = a if good else r[i]
+        passes = (a * a - b * alpha >= limit) & (abs(a) >= least)
+        r[i] = a
+        if v is not None:
+            v[i] = b if passes else b * zeta
+        flags[i] = np.uint8(passes) | np.uint8(not good) << np.uint8(1)
+
+
+@machine_code
+def collect_tile(
+    r: Array,
+    v: Array | None,
+    flags: Array,
+    offset: np.uint64,
+    places: Array,
+    old_residual: Array,
+    old_variance: Array | None,
+    n_found: np.uint64,
+) -> np.uint64:
+    """Writes down who passes, and r = v = 0 there; how many there are now.
+
+    Indices are unsigned, because Numba tests signed ones for their sign.
+    """
+    for start in range(0, r.size, N_FLAGS):
+        mask: int = lowest_bits(flags, np.uint64(start))  # type: ignore[call-arg]
+        while mask != 0:
+            pick = np.uint64(start) + np.uint64(trailing_zeros(mask))
+            mask &= mask - 1
+            places[n_found] = np.int32(offset + pick)
+            old_residual[n_found], r[pick] = r[pick], ZERO
+            if v is not None:
+                old_variance[n_found], v[pick] = v[pick], ZERO
+            n_found += ONE
+    return n_found
+
+
+@machine_code
+def largest(residual: Array, top: np.int32) -> np.int32:
+    """The bits of the largest |r|, or `top`: integers, so that the loop is vectorized."""
+    bits = residual.view(np.int32)
+    for i in range(bits.size):
+        top = max(top, bits[i] & MAGNITUDE)
+    return top
+
+
+@machine_code
+def least_sent(top: np.int32, half: np.int32, top_half: np.int32, least: np.float32) -> np.float32:
+    """The smallest |r| that can be sent if the tensor's largest one has at least the bits `top`."""
+    if half < 0:
+        return least
+    bound = np.zeros(1, np.int32)
+    exponent = min((top + top_half) >> np.int32(23), np.int32(254))
+    bound[0] = max(((exponent - np.int32(7)) << np.int32(23)) - half, np.int32(0))
+    return max(bound.view(np.float32)[0], least)
+
+
+@machine_code
+def stream(
+    first: int,
+    last: int,
+    begins: Array,
+    ends: Array,
+    live: Array,
+    residual: Array,
+    variance: Array | None,
+    grad: Array,
+    moment: Array | None,
+    test: tuple[np.float32, np.float32, np.float32, np.float32],
+    limits: Array,
+    window: tuple[np.int32, np.int32],
+    places: Array,
+    old_residual: Array,
+    old_variance: Array | None,
+    counts: Array,
+    tops: Array,
+    bad: Array,
+) -> None:
+    """Accumulate and decide for the segments first..last; who passes is written down, the others are finished.
+
+    A passing element gets r = v = 0 at once, because nearly all of them are sent; `settle` puts the others back. What
+    is below the window of the largest |r| found so far is certainly not sent, so it does not pass: to put one back
+    costs two cache misses. test: alpha, zeta, the least |r|, floor^2. limits: of the scores, where these decide, or
+    empty. window: what rounds a size, -1 where there is no window, and what rounds the largest. tops: bits of the
+    largest |r|.
+    """
+    flags = np.zeros(TILE, np.uint8)
+    eights = flags.view(np.uint64)
+    (alpha, zeta, least, floor_square), (half, top_half) = test, window
+    for segment in range(first, last):
+        begin, end = begins[segment], ends[segment] if live[segment] else begins[segment]
+        whole = slice(begin, end)
+        found = places[whole], old_residual[whole], part(old_variance, whole)
+        n_found, wrong, top, bound = np.uint64(0), np.uint64(0), np.int32(0), least
+        for tile in range(begin, end, TILE):
+            here = slice(tile, min(tile + TILE, end))
+            r, v, g, m = residual[here], part(variance, here), grad[here], part(moment, here)
+            if limits.size > 0:
+                decide_tile_by_score(r, v, g, m, flags, alpha, zeta, bound, limits[segment])
+            else:
+                decide_tile(r, v, g, m, flags, alpha, zeta, bound, floor_square)
+            flags[r.size :] = 0
+            for i in range(eights.size):
+                wrong |= eights[i]
+            before = np.int64(n_found)
+            n_found = collect_tile(r, v, flags, np.uint64(tile - begin), *found, n_found)
+            if np.int64(n_found) != before:
+                top = largest(found[1][before : np.int64(n_found)], top)
+                bound = least_sent(top, half, top_half, least)
+        counts[segment], bad[segment], tops[segment] = n_found, wrong & BADS != 0, top
+
+
+@machine_code
+def score_tile(
+    r: Array,
+    v: Array | None,
+    g: Array,
+    m: Array | None,
+    scores: Array,
+    bins: Array,
+    alpha: np.float32,
+    least: np.float32,
+) -> None:
+    """The bin of every element; r and v stay as they are. No branch, so both loops are vectorized whole.
+
+    As in `decide_tile` a bad value adds nothing.
+    """
+    bits = scores.view(np.int32)
+    for i in range(r.size):
+        a, b = r[i] + g[i], ZERO
+        good = abs(a) <= LARGEST
+        if v is not None:
+            b = v[i] + m[i]
+            good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
+            b = b if good else v[i]
+        a = a if good else r[i]
+        score = a * a - b * alpha
+        scores[i] = score if (score > ZERO) & (abs(a) >= least) else ZERO
+    for i in range(r.size):
+        bins[i] = bits[i] >> SHIFT if bits[i] > 0 else BINS + np.int32(i % ASIDE)
+
+
+@machine_code
+def histogram(
+    first: int,
+    last: int,
+    begins: Array,
+    ends: Array,
+    live: Array,
+    residual: Array,
+    variance: Array | None,
+    grad: Array,
+    moment: Array | None,
+    alpha: np.float32,
+    least: np.float32,
+    counts: Array,
+) -> None:
+    """How many scores of the segments first..last are in which bin (limits.py), [segments, BINS]."""
+    scores, bins, found = np.zeros(TILE, np.float32), np.zeros(TILE, np.int32), np.zeros(BINS + ASIDE, np.int32)
+    for segment in range(first, last):
+        begin, end = begins[segment], ends[segment] if live[segment] else begins[segment]
+        found[:] = 0
+        for tile in range(begin, end, TILE):
+            here = slice(tile, min(tile + TILE, end))
+            r = residual[here]
+            score_tile(r, part(variance, here), grad[here], part(moment, here), scores, bins, alpha, least)
+            for i in range(r.size):
+                found[np.uint64(bins[i])] += np.int32(1)
+        counts[segment] = found[:BINS]
+
+
+@machine_code
+def by_tensor(slots: Array, counts: Array, totals: Array) -> None:
+    """Adds the histograms of all segments to those of their tensors, [K, BINS]."""
+    for segment in range(slots.size):
+        row, total = counts[segment], totals[slots[segment]]
+        for i in range(row.size):
+            total[i] += row[i]
+
+
+def accumulate_and_decide(
+    segments: Segments,
+    inputs: tuple[Array | None, ...],
+    active: Tensor | None,
+    layout: Layout,
+    rule: Rule,
+    lists: tuple[Array | None, ...],
+    counts: Array,
+) -> tuple[Array, bool]:
+    """Steps 2 and 3 for a bucket. inputs: r, v, g, m; who passes goes into lists: place, r, v; how many into counts.
+
+    Returns the bits of the largest |r| that passes, by segment, and whether all was finite.
+    """
+    count = segments.count
+    live = np.ones(count, np.uint8) if active is None else active.numpy().astype(np.uint8)[segments.slots]
+    least = np.float32(SMALLEST)
+    if rule.tau is not None:  # |r| > tau
+        least = np.nextafter(np.float32(rule.tau), np.float32(np.inf))
+    floor = np.float32(rule.floor)
+    test = (np.float32(rule.alpha), np.float32(rule.zeta), least, floor * floor)
+    window = (np.int32(-1 if rule.tau is not None else ROUNDING[rule.rounding]), np.int32(top_half(rule)))
+    tops, bad = np.empty(count, np.int32), np.empty(count, np.uint8)
+    bounds = _bounds(segments, inputs, live, layout, rule)
+    args = (segments.begins, segments.ends, live, *inputs, test, bounds, window, *lists, counts, tops, bad)
+    _every(segments, stream, *args)
+    return tops, not bad.any()
+
+
+def _bounds(segments: Segments, inputs: tuple[Array | None, ...], live: Array, layout: Layout, rule: Rule) -> Array:
+    """From which score on an element passes, by segment; empty without a density."""
+    if rule.density is None:
+        return np.empty(0, np.float32)
+    parts, totals = np.empty((segments.count, BINS), np.int32), np.zeros((segments.n_slots, BINS), np.int32)
+    numbers = (np.float32(rule.alpha), np.float32(SMALLEST))
+    _every(segments, histogram, segments.begins, segments.ends, live, *inputs, *numbers, parts)
+    by_tensor(segments.slots, parts, totals)
+    return score_limits.limits(torch.from_numpy(totals), layout, rule).numpy().view(np.float32)[segments.slots]
+
+
+def _every(segments: Segments, function: Callable[..., None], *args: Any) -> None:
+    """function(first, last, ...) for the segments of every part."""
+    if len(segments.parts) == 1:
+        function(0, segments.count, *args)
+    else:
+        shared(segments.parts, function, *args)
+
+
+def top_half(rule: Rule) -> int:
+    """What is added to the bits of the largest |r| before its exponent is taken."""
+    return ROUNDING[rule.rounding] if rule.rounding == "unbiased" else 0
