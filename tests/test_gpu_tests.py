@@ -120,7 +120,7 @@ def test_no_more_is_needed_than_torch_triton_and_pytest(tmp_path: Path) -> None:
     ("name", "meets"),
     [
         ("src/gradwire/exchange/courier.py", True),
-        ("src/gradwire/moments/compiled_layers.py", True),  # torch.compile
+        ("src/gradwire/moments/torch_compile/layer_operator.py", True),  # torch.compile
         ("src/gradwire/codec/gpu/encode.py", True),
         ("src/gradwire/codec/cpu/encode.py", False),
         ("src/gradwire/codec/cpu/decode.py", False),

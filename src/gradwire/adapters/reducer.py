@@ -272,9 +272,9 @@ class Reducer:
             )
         root = self._root()
         assert root is not None  # who asks for it holds it
-        from gradwire.moments.graphed import Graphed
+        from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
 
-        Graphed(self.recorder, getattr(root, "module", root), sample)
+        GraphedForward(self.recorder, getattr(root, "module", root), sample)
 
     def release(self) -> None:
         """Without graphs again."""
@@ -327,9 +327,7 @@ class Reducer:
         """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
         recorder = self.recorder
         if recorder is not None:
-            active = [recorder.seen(name) for name in layout.names]
-            for slot in layout.slots:
-                recorder.consume(slot.name, slot.of(buffer))
+            active = [recorder.consume(slot.name, slot.of(buffer)) for slot in layout.slots]
         elif self.unused.listens:
             active = self.unused.seen(layout.names)
         else:
