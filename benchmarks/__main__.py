@@ -18,11 +18,20 @@ import torch
 import typer
 from rich.console import Console
 
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.provenance import provenance
 
 RESULTS = Path(__file__).parent / "results"
 SUITES = {
-    "cpu": ("encode_cpu", "wire_bits", "moments_cpu", "overlap_cpu", "methods_cpu", "oracles_cpu", "recurrent_cpu"),
+    "cpu": (
+        "encode_cpu",
+        "wire_bits",
+        "moments_cpu",
+        "overlap_cpu",
+        "methods_cpu",
+        "oracles_cpu",
+        "recurrent_cpu",
+        "imports_cpu",
+    ),
     "gpu": (
         "fused_linear",
         "fused_convolution",

@@ -14,8 +14,8 @@ from statistics import mean
 from typing import Any
 
 from gradwire.tools.lab import Lab, missing
-from gradwire.tools.lab.commands import Hosts as Machines
 from gradwire.tools.lab.commands import environment
+from gradwire.tools.lab.hosts import Hosts as Machines
 
 Row = dict[str, Any]
 HOSTS, BATCH = 4, 32

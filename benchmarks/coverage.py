@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.zoo import Kind, kinds
 from gradwire.moments import Recorder, Row
-from gradwire.tools.train.provenance import provenance
+from gradwire.tools.provenance import provenance
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "docs" / "results" / "coverage.csv", ROOT / "docs" / "coverage.md"
@@ -88,7 +88,7 @@ def recorded(kind: Kind) -> tuple[Moments, list[Row]]:
     recorder = Recorder(kind.net, trainable(kind.net), **kind.options)
     try:
         (kind.loss(kind.net, slice(None)) / kind.batch).backward()
-        return {name: recorder.moment(name).clone() for name in recorder.ledgers}, recorder.coverage()
+        return {name: recorder.moment(name).clone() for name in recorder.accounts}, recorder.coverage()
     finally:
         recorder.remove()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.codec import CHUNK, reference
+from gradwire.codec import CHUNK, Inputs, reference
 from gradwire.codec.cpu import codec as cpu
 from gradwire.layout import Layout
 from gradwire.methods import Context
@@ -52,8 +52,8 @@ class Case:
 
     def encode(self, kernel: Any = cpu) -> None:
         rule = VGC(alpha=1.0).rule
-        inputs = (self.grad, self.moment, self.residual, self.variance, None, LAYOUT, rule, self.capacity)
-        kernel.select(*inputs, 0, CHUNK)
+        inputs = Inputs(self.grad, self.moment, self.residual, self.variance)
+        kernel.select(inputs, LAYOUT, rule, self.capacity, 0, CHUNK)
 
     def clear(self) -> None:
         """Between two encodes: what passes must pass again, and the caches are cold."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.codec.interface import CHUNK, Rule, Selection
+from gradwire.codec.interface import CHUNK, Inputs, Rule, Selection
 from gradwire.exchange.room import padded
 from gradwire.layout import Layout
 
@@ -95,8 +95,8 @@ class Case:
         return case
 
     def encode(self, encode: Callable[..., Selection], residual: Tensor, variance: Tensor, **options: Any) -> Selection:
-        state = (self.grad, self.moment, residual, variance)
-        return encode(*state, None, self.layout, RULE, self.capacity, 1, CHUNK, **options)
+        inputs = Inputs(self.grad, self.moment, residual, variance)
+        return encode(inputs, self.layout, RULE, self.capacity, 1, CHUNK, **options)
 
 
 def encode_ms(case: Case, run: Callable[[Tensor, Tensor], object]) -> float:

@@ -129,9 +129,10 @@ def reference_ms(call: Callable[[], Tensor]) -> float:
 
 def fused(layer: Layer, gradient: Tensor, x: Tensor, channels_last: bool) -> Callable[[], tuple[Tensor, Tensor]]:
     """Weight gradient and second moment by the operator."""
-    from gradwire.moments.fused.convolution import convolution_grad_moment
+    from gradwire.moments.gpu.convolution_moment import launch
 
-    return lambda: convolution_grad_moment(gradient, x, layer.weight_shape, *layer.geometry, x.dtype, channels_last)
+    geometry = dict(zip(("stride", "padding", "dilation", "groups"), layer.geometry, strict=True))
+    return lambda: launch(gradient, x, torch.Size(layer.weight_shape), geometry, x.dtype, channels_last)
 
 
 def truth(layer: Layer, gradient: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.moments.fused.linear import linear_grad_moment
+from gradwire.moments.gpu.choice import linear
 
 # B, T, O, I, the most that dW and moment together may take as a multiple of dW alone
 SHAPES: list[tuple[int, int, int, int, float | None]] = [
@@ -79,7 +79,7 @@ def row(shape: tuple[int, int, int, int, float | None], dtype: torch.dtype, grap
     samples, positions, outputs, inputs, bar = shape
     gradient = torch.randn(samples, positions, outputs, dtype=torch.bfloat16, device="cuda")
     x = torch.randn(samples, positions, inputs, dtype=torch.bfloat16, device="cuda")
-    calls = [plain(gradient, x, dtype), lambda: linear_grad_moment(gradient, x, dtype)]
+    calls = [plain(gradient, x, dtype), lambda: linear(gradient, x, dtype)]
     reference_ms, time_ms = in_turn([recorded(call) for call in calls] if graphs else calls)
     ratio = time_ms / reference_ms
     return {

@@ -26,9 +26,10 @@ from gradwire.methods import from_spec, to_spec
 from gradwire.plan.model import predict
 from gradwire.plan.probe import probe
 from gradwire.tools.plan.rehearsal import Rehearsal
-from gradwire.tools.race.methods import ONE_BUCKET, parse
+from gradwire.tools.race.race_methods import ONE_BUCKET, parse
+from gradwire.tools.train.settings import Settings
 from gradwire.tools.train.task import Schedule
-from gradwire.tools.train.team import Team
+from gradwire.tools.train.worker_group import WorkerGroup
 
 FEWEST, MOST = 6, 60  # steps that are timed, and about so many seconds of them
 TIMED_S = 3.0
@@ -214,13 +215,13 @@ class Host:
 
     def predict(self, methods: list[str], batch: int) -> dict[str, float]:
         """Milliseconds of a step, by all that `gradwire plan` measures: a rehearsal, and the link as it is now."""
-        names = {"seed": 0, "optimizer": "sgd", "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
+        names = {"settings": Settings(optimizer="sgd"), "weight_decay": 0.0, "schedule": Schedule(0.01), "batch": batch}
         plan: Any = SimpleNamespace(task=Noise("mlp", batch), **names)
-        team = Team(self.rank, dist.get_world_size(), torch.device("cpu"))
+        group = WorkerGroup(self.rank, dist.get_world_size(), torch.device("cpu"))
         assert dist.group.WORLD is not None
         network = probe(dist.group.WORLD, torch.device("cpu"))
         named = [(spec, from_spec(spec)) for spec in methods]
-        work, costs = Rehearsal(plan, team, lambda *_: None).rehearse(named, network)
+        work, costs = Rehearsal(plan, group, lambda *_: None).rehearse(named, network)
         return {cost.spec: predict(work, network, cost).step_ms for cost in costs} | {"mbit": network.mbit}
 
     def _any(self, fact: bool) -> bool:

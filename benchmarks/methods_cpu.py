@@ -25,7 +25,7 @@ from benchmarks.given import LEARNING_RATE, N_PARAMETERS, Computed, Given, Sampl
 from benchmarks.ranks import on_ranks
 from benchmarks.twins import Tally, Twin
 from gradwire.methods import METHODS, from_spec
-from gradwire.tools.train import catalogue
+from gradwire.tools.train import method_bits
 
 Row = dict[str, Any]
 WORLD = 2
@@ -177,10 +177,10 @@ def figures(contender: Contender) -> Figures:
 
 def rows() -> Iterator[Row]:
     """Method by method: bits of a real training, then against twins, then against Dense."""
-    trace = catalogue.record()
-    for name in METHODS:
-        spec = catalogue.EXAMPLES.get(name, name)
-        bits = {"value": catalogue.measure(from_spec(spec), trace).bits, "reference": DENSE_BITS, "unit": "bits"}
+    trace = method_bits.record()
+    for name, known in METHODS.items():
+        spec = known.example or name
+        bits = {"value": method_bits.measure(from_spec(spec), trace).bits, "reference": DENSE_BITS, "unit": "bits"}
         yield {"what": f"{spec}, bits a parameter of digits", "against": DENSE} | bits
         pairs: list[Pair] = [*PAIRS.get(name, ()), *([] if name == DENSE else [(spec, None)])]
         there = [(spec, twin) for spec, twin in pairs if twin is None or not twin.missing]

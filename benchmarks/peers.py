@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradwire.moments import Recorder
-from gradwire.moments.graphed import Graphed
+from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
 
 Step = Callable[[], None]
 
@@ -105,7 +105,7 @@ def gradwire(task: Task, model: nn.Module) -> Step:
 def captured(task: Task, model: nn.Module) -> Step:
     """gradwire, forward and backward as CUDA graphs; the other tools live on hooks that no graph replays."""
     recorder = Recorder(model, dict(model.named_parameters()), strict=True)
-    Graphed(recorder, model, (task.x,))
+    GraphedForward(recorder, model, (task.x,))
     return recorded(task, model, recorder)
 
 

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.twins import folder_of, use
 from gradwire.tools.lab import missing
-from gradwire.tools.race import contest, runner
-from gradwire.tools.race.contest import Run
-from gradwire.tools.race.files import REACHED, Files
-from gradwire.tools.race.tables import Figures
+from gradwire.tools.race import contest, race_runner
+from gradwire.tools.race.contest import RaceRun
+from gradwire.tools.race.race_files import REACHED, RaceFiles
+from gradwire.tools.race.race_table import Figures
 
 Row = dict[str, Any]
 HOSTS, TARGET, SEEDS = 4, 0.97, (10, 11, 12, 13, 14)
@@ -48,7 +48,7 @@ UNLIMITED = "unlimited"
 class Quiet:
     """Nobody looks at the runs of a benchmark."""
 
-    def show(self, run: Run, state: str, figures: Figures | None = None) -> None: ...
+    def show(self, run: RaceRun, state: str, figures: Figures | None = None) -> None: ...
 
 
 def grace_topk(model: DistributedDataParallel) -> None:
@@ -94,10 +94,12 @@ def tune() -> None:
     """Every method with every factor, over loopback: how many steps one needs does not depend on the link."""
     named = [f"{name}@{factor}" for name in [*OURS.values(), *THEIRS] if name != "torch:fp16" for factor in FACTORS]
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(Path(folder))
+        files = RaceFiles(Path(folder))
         limits = {"task": "digits", "hosts": HOSTS, "target": TARGET, "limit_steps": 600, "loopback": True}
         every = contest.runs(UNLIMITED, ",".join(named), TUNING_SEEDS, **limits)
-        if failures := runner.race(every, files, Quiet(), loopback=True, command="python -m benchmarks.race_links"):
+        if failures := race_runner.race(
+            every, files, Quiet(), loopback=True, command="python -m benchmarks.race_links"
+        ):
             raise SystemExit("\n".join(failures))
         shutil.copy(files.results, TUNED)
 
@@ -108,9 +110,9 @@ def races(rate: str, seeds: Sequence[int] = SEEDS) -> Iterator[Row]:
     ours, factors = OURS[rate], best_factors()
     entered = {name: f"{name}@{factors[name]:g}" for name in [ours, *there]}
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(Path(folder))
+        files = RaceFiles(Path(folder))
         every = contest.runs(rate, ",".join(entered.values()), seeds, task="digits", hosts=HOSTS, target=TARGET)
-        if failures := runner.race(every, files, Quiet()):
+        if failures := race_runner.race(every, files, Quiet()):
             raise SystemExit("\n".join(failures))
         rows = files.rows(every)
     found = {name: [row for run, row in rows if run.method == entered[name]] for name in entered}

@@ -12,10 +12,10 @@ from typing import Any
 
 from benchmarks.race_links import HOSTS, UNLIMITED, Quiet
 from gradwire.tools.lab import missing
-from gradwire.tools.race import contest, runner
-from gradwire.tools.race.files import Files
+from gradwire.tools.race import contest, race_runner
+from gradwire.tools.race.race_files import RaceFiles
 from gradwire.tools.race.replay import Setting, cases, replay
-from gradwire.tools.race.trace import Sample, Trace, load, thin
+from gradwire.tools.race.trace import ByteTrace, Sample, load, thin
 
 Row = dict[str, Any]
 CHECKED = {"vgc:alpha=1.5": "10", "bf16": "20"}  # method and rate: the link is the larger part of a step
@@ -54,13 +54,13 @@ def checked(method: str, rate: str, hosts: int = HOSTS, counted: int = COUNTED, 
     return {"what": f"{what}; ratio: the larger to the smaller", "against": "the real training", **times}
 
 
-def trained(method: str, rate: str, hosts: int, counted: int) -> tuple[float, Trace]:
+def trained(method: str, rate: str, hosts: int, counted: int) -> tuple[float, ByteTrace]:
     """Milliseconds of the median step of a real run after its first ones, and the bytes of its steps."""
     with tempfile.TemporaryDirectory() as folder:
-        files = Files(Path(folder))
+        files = RaceFiles(Path(folder))
         limits = {"every": 5, "limit_steps": SETTLE + counted}
         (run,) = contest.runs(rate, method, [0], task="digits", hosts=hosts, target=1.0, **limits)
-        if failures := runner.race([run], files, Quiet()):
+        if failures := race_runner.race([run], files, Quiet()):
             raise SystemExit("\n".join(failures))
         tests = [row for row in files.traced(run) if int(row["step"]) >= SETTLE]
     dense = 4.0 * sum(parameter.numel() for parameter in run.plan().task.make_model().parameters())
@@ -69,12 +69,12 @@ def trained(method: str, rate: str, hosts: int, counted: int) -> tuple[float, Tr
         for then, now in itertools.pairwise(tests)
     ]
     samples = [Sample(0, one["bytes_sent"] / one["step"], dense) for one in stretches]
-    return median(1e3 * one["seconds"] / one["step"] for one in stretches), Trace(samples, len(samples))
+    return median(1e3 * one["seconds"] / one["step"] for one in stretches), ByteTrace(samples, len(samples))
 
 
-def played(trace: Trace, hosts: int, rate: str, compute_ms: float) -> float:
+def played(trace: ByteTrace, hosts: int, rate: str, compute_ms: float) -> float:
     """Milliseconds of the median step of the trace."""
-    one = Trace(thin(trace.samples, 1), trace.steps)
+    one = ByteTrace(thin(trace.samples, 1), trace.steps)
     setting = Setting(hosts, hosts, compute_ms, steps=PLAYED)
     (row,) = replay(cases(one, setting, trace.collective, []), setting, rate, lambda row: None)
     return float(row["ms_a_step"])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import GPT, ResNet50, cifar_vgg
 from gradwire.moments import Recorder
-from gradwire.moments.graphed import Graphed
+from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
 
 ROUNDS, WARM_UP = 30, 8
 
@@ -69,7 +69,7 @@ class Step:
             if self.recorder is None:
                 torch.cuda.make_graphed_callables(self.model, (x,))
             else:
-                Graphed(self.recorder, self.model, (x,))
+                GraphedForward(self.recorder, self.model, (x,))
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
         self.optimizer.zero_grad()
@@ -77,8 +77,8 @@ class Step:
             output = self.model(x)
         F.cross_entropy(output.flatten(0, -2).float(), y).backward()
         if self.recorder is not None:
-            for name, ledger in self.recorder.ledgers.items():
-                self.recorder.consume(name, ledger.param.grad.flatten() if ledger.reason else ledger.moment)
+            for name, account in self.recorder.accounts.items():
+                self.recorder.consume(name, account.param.grad.flatten() if account.reason else account.moment)
         self.optimizer.step()
 
 

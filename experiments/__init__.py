@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from gradwire.tools.experiment import results, spec
+from gradwire.tools import result_files
+from gradwire.tools.experiment import experiment_file, run_files
 from gradwire.tools.experiment.grid import Run
 
 FOLDER = Path(__file__).parent
@@ -47,8 +48,8 @@ SCORES = (
 class History:
     """One finished run, a row an epoch; layers: elements that one worker sent a step, a column a tensor."""
 
-    rows: results.Table
-    layers: results.Table
+    rows: result_files.Table
+    layers: result_files.Table
 
     def column(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows]
@@ -183,7 +184,7 @@ class Results:
     """All there is of one TOML."""
 
     name: str
-    plan: spec.Experiment
+    plan: experiment_file.Experiment
     finished: dict[Run, History]
 
     @property
@@ -217,7 +218,7 @@ def _alike(one: str, other: str) -> bool:
     return first == second
 
 
-def settings(plan: spec.Experiment, optimizer: str) -> Runs:
+def settings(plan: experiment_file.Experiment, optimizer: str) -> Runs:
     """The runs of every (method, front, rate), a seed each: method by method, as the TOML has them."""
     runs = [run for run in plan.runs if run.optimizer == optimizer]
     methods, fronts, rates = (
@@ -235,10 +236,10 @@ def load(folder: Path = FOLDER) -> list[Results]:
 
 
 def _load(path: Path, folder: Path) -> Results:
-    plan, finished = spec.read(path), {}
+    plan, finished = experiment_file.read(path), {}
     for run in plan.runs:
-        files = results.Files(folder, run.name)
-        rows = results.read(files.figures)
+        files = run_files.RunFiles(folder, run.name)
+        rows = result_files.read(files.figures)
         if len(rows) == plan.epochs:
-            finished[run] = History(rows, results.read(files.layers))
+            finished[run] = History(rows, result_files.read(files.layers))
     return Results(path.stem, plan, finished)

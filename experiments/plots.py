@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from experiments import History, Results, Score, Setting, Study, variant
-from gradwire.tools.experiment.results import Table
-from gradwire.tools.experiment.spec import Experiment
+from gradwire.tools.experiment.experiment_file import Experiment
+from gradwire.tools.result_files import Table
 from gradwire.tools.train.cifar10 import make_network
 from gradwire.tools.train.text import Text
 

@@ -78,7 +78,7 @@ def test_a_project_that_is_not_there_is_a_row_that_says_so(monkeypatch, set_to):
 def test_every_pair_names_a_method_as_it_is():
     for name, pairs in methods_cpu.PAIRS.items():
         for spec, _ in pairs:
-            assert type(from_spec(spec)) is METHODS[name]
+            assert type(from_spec(spec)) is METHODS[name].method
 
 
 def test_rows_compare_the_slower_rank_and_the_same_bytes():

@@ -1,67 +1,46 @@
+# mypy: implicit-reexport
 """gradwire decides what of a gradient goes over the wire."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gradwire.adapters.wire import Wire, attach
-from gradwire.methods import (
-    BF16,
-    FP8,
-    FP16,
-    QSGD,
-    VGC,
-    AdaComp,
-    Dense,
-    MomentumDCT,
-    OneBit,
-    PowerSGD,
-    RandomK,
-    SignSGD,
-    Strom,
-    TernGrad,
-    TopK,
-    from_spec,
-)
-from gradwire.moments import per_sample
-from gradwire.simulation.simulate import Simulation, simulate
-from gradwire.state.checkpoint import reshard
-from gradwire.version import __version__
+from gradwire.methods.table import METHODS
+from gradwire.methods.table import from_spec as from_spec
+from gradwire.version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from gradwire.state.distributed_checkpoint import load, save
+if TYPE_CHECKING:  # what type checkers see: every method of the table, and what _LATER names
+    from gradwire.adapters.wire import Wire as Wire
+    from gradwire.adapters.wire import attach as attach
+    from gradwire.methods.table import *  # noqa: F403
+    from gradwire.moments import per_sample as per_sample
+    from gradwire.simulation.simulate import Simulation as Simulation
+    from gradwire.simulation.simulate import simulate as simulate
+    from gradwire.state.checkpoint import reshard as reshard
+    from gradwire.state.distributed_checkpoint import load as load
+    from gradwire.state.distributed_checkpoint import save as save
+else:
+    # Imported when they are asked for: nobody pays for what is not used. torch.distributed.checkpoint, behind `save`,
+    # takes half a second; a run that needs no second moments never imports the layers.
+    _LATER = {
+        "Simulation": "gradwire.simulation.simulate",
+        "Wire": "gradwire.adapters.wire",
+        "attach": "gradwire.adapters.wire",
+        "load": "gradwire.state.distributed_checkpoint",
+        "per_sample": "gradwire.moments",
+        "reshard": "gradwire.state.checkpoint",
+        "save": "gradwire.state.distributed_checkpoint",
+        "simulate": "gradwire.simulation.simulate",
+    }
+    _METHODS = {known.method.__name__: known.method for known in METHODS.values()}
+    globals().update(_METHODS)
+    __all__ = sorted(["__version__", "from_spec", *_LATER, *_METHODS])
 
-__all__ = [
-    "BF16",
-    "FP8",
-    "FP16",
-    "QSGD",
-    "VGC",
-    "AdaComp",
-    "Dense",
-    "MomentumDCT",
-    "OneBit",
-    "PowerSGD",
-    "RandomK",
-    "SignSGD",
-    "Simulation",
-    "Strom",
-    "TernGrad",
-    "TopK",
-    "Wire",
-    "__version__",
-    "attach",
-    "from_spec",
-    "load",
-    "per_sample",
-    "reshard",
-    "save",
-    "simulate",
-]
+    def __getattr__(name: str) -> Any:
+        if name not in _LATER:
+            raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+        found = getattr(import_module(_LATER[name]), name)
+        globals()[name] = found  # the next time it is there
+        return found
 
-
-def __getattr__(name: str) -> Any:
-    """`save` and `load` when they are asked for: torch.distributed.checkpoint takes half a second to import."""
-    if name in ("load", "save"):
-        from gradwire.state import distributed_checkpoint as sharded
-
-        return getattr(sharded, name)
-    raise AttributeError(f"module 'gradwire' has no attribute {name!r}")
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

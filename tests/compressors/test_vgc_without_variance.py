@@ -11,7 +11,7 @@ from torch import Tensor
 import gradwire
 import scenes
 from gradwire import VGC, Strom
-from gradwire.codec import CHUNK, Codec, Rule, reference
+from gradwire.codec import CHUNK, Codec, Inputs, Rule, reference
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods.base import powers
@@ -56,9 +56,11 @@ def test_the_same_elements_and_residuals(rule: Rule, share: float, chunk: int) -
         if step == 2:
             grad[[3, 700, 66000]] = torch.tensor([torch.inf, -torch.inf, torch.nan])
         active = torch.tensor([True, False, True, step != 1, True, True]) if step else None
-        common = (active, LAYOUT, rule, capacity, step, chunk)
-        wanted = reference.select(grad, zeros, residual, variance, *common)
-        found = [codec.select(grad, None, r, None, *common) for codec, r in zip(codecs(), lean, strict=True)]
+        common = (LAYOUT, rule, capacity, step, chunk)
+        wanted = reference.select(Inputs(grad, zeros, residual, variance, active), *common)
+        found = [
+            codec.select(Inputs(grad, None, r, None, active), *common) for codec, r in zip(codecs(), lean, strict=True)
+        ]
         for one in found:
             for name in ("words", "counts", "codes", "exponents", "passed", "finite"):
                 assert torch.equal(getattr(one, name), getattr(wanted, name)), name

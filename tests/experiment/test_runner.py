@@ -13,11 +13,11 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
+from gradwire.tools.experiment.experiment_file import Experiment, from_table, open_task
 from gradwire.tools.experiment.grid import Run
-from gradwire.tools.experiment.results import read
-from gradwire.tools.experiment.runner import Runner
-from gradwire.tools.experiment.spec import Experiment, from_table, open_task
-from gradwire.tools.experiment.virtual import Row, Virtual
+from gradwire.tools.experiment.run_grid import Runner
+from gradwire.tools.experiment.simulated_training import Row, SimulatedTraining
+from gradwire.tools.result_files import read
 
 TABLE: dict[str, Any] = {
     "task": "digits",
@@ -36,8 +36,8 @@ class Seen:
         self.epochs: list[tuple[str, int]] = []
         self.skipped: list[str] = []
 
-    def begin(self, runs: int, epochs: int, done: int) -> None:
-        self.begun = (runs, epochs, done)
+    def runs(self, runs: int, done: int) -> None:
+        self.begun = (runs, done)
 
     def epoch(self, run: Run, number: int, row: Row) -> None:
         self.epochs.append((run.name, number))
@@ -68,7 +68,7 @@ def test_a_clipped_step_is_as_long_as_the_bound() -> None:
     lengths = []
     for clip in (0.0, 0.01):
         experiment = from_table(TABLE | change | {"clip": clip})
-        virtual = Virtual(experiment, experiment.runs[0], open_task(experiment, None), torch.device("cpu"))
+        virtual = SimulatedTraining(experiment, experiment.runs[0], open_task(experiment, None), torch.device("cpu"))
         before = torch.nn.utils.parameters_to_vector(virtual.model.parameters()).detach()
         virtual.epoch()
         after = torch.nn.utils.parameters_to_vector(virtual.model.parameters()).detach()
@@ -80,7 +80,7 @@ def test_a_clipped_step_is_as_long_as_the_bound() -> None:
 def test_rows_layers_and_where_they_come_from(tmp_path: Path) -> None:
     run, seen = runner(tmp_path, command="gradwire experiment some.toml")
     assert run()
-    assert seen.begun == (2, 3, 0)
+    assert seen.begun == (2, 0)
     assert [number for _, number in seen.epochs] == [1, 2, 3, 1, 2, 3]
     rows = read(tmp_path / f"{VGC}.csv")
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
@@ -101,7 +101,7 @@ def test_what_is_done_is_skipped(tmp_path: Path) -> None:
     assert run(["dense"])
     again, seen = runner(tmp_path)
     assert again()
-    assert seen.begun == (2, 3, 3)
+    assert seen.begun == (2, 3)
     assert seen.skipped == ["adam-dense-seed0"]
     assert [name for name, _ in seen.epochs] == [VGC] * 3
 
@@ -115,7 +115,7 @@ def test_some_runs_in_an_order_of_ones_own(tmp_path: Path) -> None:
 def test_a_run_that_another_process_has_is_left_to_it(tmp_path: Path) -> None:
     holds = f"""
 import pathlib
-from gradwire.experiment.results import taken
+from gradwire.tools.experiment.run_files import taken
 with taken(pathlib.Path({str(tmp_path)!r}), {VGC!r}) as mine:
     print(mine, flush=True)
     input()

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from gradwire import TopK
+from gradwire.tools.experiment.experiment_file import from_table, open_task, read
 from gradwire.tools.experiment.schedule import Course
-from gradwire.tools.experiment.spec import from_table, open_task, read
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 
 GOOD: dict[str, Any] = {"task": "digits", "methods": ["dense", "vgc:alpha=1"], "epochs": 4}
 COMMITTED = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))

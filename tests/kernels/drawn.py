@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.codec import Rule, Selection, reference
+from gradwire.codec import Inputs, Rule, Selection, reference
 from gradwire.layout import Layout
 
 RULES = {
@@ -44,5 +44,5 @@ def messages(
     capacity = tuple(int(share * size) for size in sizes)
     for rank in range(ranks):
         state = [torch.zeros(layout.numel, device=device) for _ in range(2)]
-        found.append(reference.select(*draw(layout, rank, device), *state, None, layout, rule, capacity, rank, chunk))
+        found.append(reference.select(Inputs(*draw(layout, rank, device), *state), layout, rule, capacity, rank, chunk))
     return layout, capacity, found

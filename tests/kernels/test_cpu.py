@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec import CHUNK, Inputs, Rule, Selection, reference
 from gradwire.codec.cpu import codec as cpu
 from gradwire.compile.threads import SMALL
 from gradwire.layout import Layout
@@ -68,7 +68,7 @@ def test_many_steps_are_those_of_the_reference(rule: Rule, share: float, chunk: 
             moment[40] = torch.inf
         active = torch.tensor([True, False, True, step != 1, True, True]) if step else None
         found = [
-            kernel.select(grad, moment, *state, active, layout, rule, capacity, step, chunk)
+            kernel.select(Inputs(grad, moment, *state, active), layout, rule, capacity, step, chunk)
             for kernel, state in zip((reference, cpu), states, strict=True)
         ]
         same(*found)
@@ -96,7 +96,7 @@ def test_any_sizes_and_capacities(sizes: list[int], seed: int, name: str, share:
     capacity = tuple(int(share * size) for size in sizes)
     states = [(torch.zeros(layout.numel), torch.zeros(layout.numel)) for _ in range(2)]
     found = [
-        kernel.select(grad, moment, *state, None, layout, rule, capacity, step, CHUNK)
+        kernel.select(Inputs(grad, moment, *state), layout, rule, capacity, step, CHUNK)
         for kernel, state in zip((reference, cpu), states, strict=True)
     ]
     same(*found)
@@ -111,7 +111,7 @@ def test_everything_nothing_and_the_ends_of_float32(grad: float) -> None:
     states = [(torch.zeros(layout.numel), torch.zeros(layout.numel)) for _ in range(2)]
     for step in range(2):  # twice 3.4e38 is infinite
         found = [
-            kernel.select(*inputs, *state, None, layout, rule, (SMALL * 2 + 5, 3), step, CHUNK)
+            kernel.select(Inputs(*inputs, *state), layout, rule, (SMALL * 2 + 5, 3), step, CHUNK)
             for kernel, state in zip((reference, cpu), states, strict=True)
         ]
         same(*found)
@@ -124,10 +124,7 @@ def test_messages_are_checked_and_added_alike(rule: Rule, chunk: int) -> None:
     layout = layout_of(SIZES)
     found = [
         reference.select(
-            *draw(layout, rank),
-            torch.zeros(layout.numel),
-            torch.zeros(layout.numel),
-            None,
+            Inputs(*draw(layout, rank), torch.zeros(layout.numel), torch.zeros(layout.numel)),
             layout,
             rule,
             tuple(SIZES),

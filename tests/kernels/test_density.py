@@ -18,7 +18,7 @@ from test_triton_density import changing
 from torch import Tensor
 
 from gradwire import VGC
-from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec import CHUNK, Inputs, Rule, Selection, reference
 from gradwire.codec import words as wire_words
 from gradwire.codec.cpu import codec as cpu
 from gradwire.codec.limits import BINS, limits
@@ -37,7 +37,7 @@ def test_the_reference_is_the_definition(rule: Rule, inputs: Callable[[Layout, i
         grad, moment = inputs(layout, step)
         if inputs is extreme:  # anew, since twice 3e38 is infinite
             state, worker = [torch.zeros(layout.numel) for _ in range(2)], ByScore(sizes, **dataclasses.asdict(rule))
-        found = reference.select(grad, moment, *state, None, layout, rule, tuple(sizes), step, CHUNK)
+        found = reference.select(Inputs(grad, moment, *state), layout, rule, tuple(sizes), step, CHUNK)
         with np.errstate(all="ignore"):
             wanted = worker.step(grad.numpy(), moment.numpy())
         index, code = wire_words.unpack(found.words[: int(found.counts.sum())], found.counts, CHUNK)
@@ -71,9 +71,10 @@ def both(
     """One step of the reference and of the CPU's kernels, which are alike in everything."""
     layout = layout_of(sizes)
     grad, moment = given.get("inputs", plain(layout, step))
-    common = (given.get("active"), layout, rule, tuple(int(share * size) for size in sizes), step, chunk)
+    active, common = given.get("active"), (layout, rule, tuple(int(share * size) for size in sizes), step, chunk)
     found = [
-        kernel.select(grad, moment, *state, *common) for kernel, state in zip((reference, cpu), states, strict=True)
+        kernel.select(Inputs(grad, moment, *state, active), *common)
+        for kernel, state in zip((reference, cpu), states, strict=True)
     ]
     same(*found)
     assert all(map(torch.equal, *states))
@@ -141,7 +142,7 @@ def test_about_as_many_pass_as_are_wanted(alpha: float, density: float) -> None:
         grad, moment = heavy(layout, step)
         sums = state[0] + grad, state[1] + moment
         n_passed += int(reference.decide_by_score(*sums, None, layout, rule).sum())
-        cpu.select(grad, moment, *state, None, layout, rule, tuple(sizes), step, CHUNK)
+        cpu.select(Inputs(grad, moment, *state), layout, rule, tuple(sizes), step, CHUNK)
     wanted = 30 * Quota.of(layout, density).total
     assert 0.9 * wanted < n_passed < 1.1 * wanted, n_passed / wanted
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from wire_cases import check_compact, check_crowded, check_head
 
 import interpreted
-from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec import CHUNK, Inputs, Rule, Selection, reference
 from gradwire.codec import words as wire_words
 from gradwire.layout import Layout
 
@@ -61,10 +61,10 @@ def run(
     for step in range(steps):
         grad, moment = draw(layout, step, device)
         spoil(grad, moment)
-        common = (live, layout, rule, capacity, step, chunk)
-        one = reference.select(grad, moment, *left, *common)
-        given = (grad, None, right[0], None) if lean else (grad, moment, *right)
-        two = kernels().select(*given, *common, **shape(tile, device))
+        common = (layout, rule, capacity, step, chunk)
+        one = reference.select(Inputs(grad, moment, *left, live), *common)
+        given = (grad, None, right[0], None, live) if lean else (grad, moment, *right, live)
+        two = kernels().select(Inputs(*given), *common, **shape(tile, device))
         same(one, two)
         assert all(map(torch.equal, left[: 2 - lean], right[: 2 - lean])), step
     one.undo()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import interpreted
 from gradwire import VGC
-from gradwire.codec import CHUNK, Rule, Selection, reference
+from gradwire.codec import CHUNK, Inputs, Rule, Selection, reference
 from gradwire.methods.base import Context
 
 
@@ -30,9 +30,9 @@ def changing(select: Callable[..., Selection], device: str, **options: Any) -> N
         rule = VGC(alpha=0.5, max_bytes_per_step=1000).rule_in(Context(layout, step, density=density))
         assert rule == Rule(0.5, 0.999, None, 0.0, False, "paper", density)
         samples = torch.randn(4, layout.numel, generator=torch.Generator().manual_seed(step)).to(device)
-        inputs, common = (samples.sum(0), samples.square().sum(0)), (None, layout, rule, rooms, step, CHUNK)
-        one = reference.select(*inputs, *states[0], *common)
-        same(one, select(*inputs, *states[1], *common, **options))
+        inputs, common = (samples.sum(0), samples.square().sum(0)), (layout, rule, rooms, step, CHUNK)
+        one = reference.select(Inputs(*inputs, *states[0]), *common)
+        same(one, select(Inputs(*inputs, *states[1]), *common, **options))
         assert all(map(torch.equal, *states)), step
         n_sent.append(int(one.counts.sum()))
     assert n_sent[4] > n_sent[1] > n_sent[0] > n_sent[3] > n_sent[5] > 0

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from transfers import needs_namespaces, python
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, LabError, clean, leftovers, namespaces
-from gradwire.tools.train.errors import InputError
 
 pytestmark = [needs_namespaces, pytest.mark.alone]
 
 HOLD = """
 import sys, time
-from gradwire.lab import Lab
+from gradwire.tools.lab import Lab
 with Lab(hosts=2, rate=10) as lab:
     process = lab.start(1, ["sleep", "100"])
     orphan = lab.start(0, ["sh", "-c", "sleep 100 & echo $!"], stdout=-1, text=True)

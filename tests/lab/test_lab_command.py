@@ -15,10 +15,10 @@ from transfers import needs_namespaces, python
 from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import iproute, leftovers
 from gradwire.tools.lab.commands import Change, find_program
 from gradwire.tools.lab.rates import Link
-from gradwire.tools.train.errors import InputError
 
 pytestmark = pytest.mark.alone
 
@@ -202,7 +202,7 @@ def test_programs_are_found_beside_this_python(monkeypatch):
 
 
 def test_changes_are_links():
-    from gradwire.tools.cli.lab import parse_change
+    from gradwire.tools.cli.lab_command import parse_change
 
     assert parse_change("10s:20", 2) == Change(10, [Link(20, 20)] * 2)
     assert parse_change("1.5:unlimited,10/5", 2) == Change(1.5, [Link(None, None), Link(10, 5)])

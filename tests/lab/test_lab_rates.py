@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, iproute, leftovers
 from gradwire.tools.lab.rates import Link, parse_link, parse_links, parse_rate, token_bucket
-from gradwire.tools.train.errors import InputError
 
 UP_TO_64_KB = 65_536
 

@@ -7,9 +7,9 @@ import time
 import pytest
 from transfers import PAYLOAD, PAYLOAD_BOTH_WAYS, begin, needs_namespaces, reached, seconds
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab
 from gradwire.tools.lab.rates import Link
-from gradwire.tools.train.errors import InputError
 
 pytestmark = [needs_namespaces, pytest.mark.alone]
 

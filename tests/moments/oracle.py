@@ -57,7 +57,7 @@ def recorded(net: nn.Module, loss: Callable[[], Tensor], root: nn.Module | None 
     try:
         net.zero_grad()
         loss().backward()
-        return {name: recorder.moment(name).clone() for name in recorder.ledgers}
+        return {name: recorder.moment(name).clone() for name in recorder.accounts}
     finally:
         recorder.remove()
 
@@ -79,6 +79,6 @@ def assert_equal(found: Moments, wanted: Moments, rtol: float = 1e-10) -> None:
 
 def consume_all(recorder: Recorder) -> None:
     """As the DDP adapter does when a step is over."""
-    for name, ledger in recorder.ledgers.items():
-        if ledger.param.grad is not None:
-            recorder.consume(name, ledger.param.grad.reshape(-1))
+    for name, account in recorder.accounts.items():
+        if account.param.grad is not None:
+            recorder.consume(name, account.param.grad.reshape(-1))

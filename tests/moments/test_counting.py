@@ -47,7 +47,7 @@ def unwatched(net: nn.Module, *batches: Tensor) -> dict[str, Tensor]:
 
 
 def moments(recorder: Recorder) -> dict[str, Tensor]:
-    return {name: recorder.moment(name).clone() for name in recorder.ledgers}
+    return {name: recorder.moment(name).clone() for name in recorder.accounts}
 
 
 def loss(net: nn.Module, x: Tensor) -> Tensor:
@@ -66,14 +66,14 @@ def test_accumulation_adds_and_a_new_step_overwrites(net: nn.Sequential, recorde
 
 def test_a_consumed_moment_is_overwritten_though_grad_stays(net: nn.Sequential, recorder: Recorder) -> None:
     a, b = floats(BATCH, 3), floats(BATCH, 3)
-    assert not recorder.seen("0.weight")
+    assert not recorder.accounts["0.weight"].seen()
     loss(net, a).backward()
-    assert recorder.seen("0.weight")
+    assert recorder.accounts["0.weight"].seen()
     consume_all(recorder)
-    assert not recorder.seen("0.weight")
+    assert not recorder.accounts["0.weight"].seen()
     assert_equal(moments(recorder), unwatched(net, a))
     loss(net, b).backward()
-    assert recorder.seen("0.weight")
+    assert recorder.accounts["0.weight"].seen()
     assert_equal(moments(recorder), unwatched(net, b))
 
 
@@ -97,8 +97,8 @@ def test_clipping_between_micro_batches_does_not_start_anew(net: nn.Sequential, 
 def test_gradients_that_are_thrown_away_do_not_count(net: nn.Sequential, recorder: Recorder) -> None:
     x = floats(BATCH, 3).requires_grad_()
     torch.autograd.grad(loss(net, x), x)
-    assert not any(recorder.seen(name) for name in recorder.ledgers)
-    assert not any(ledger.staged for ledger in recorder.ledgers.values()), "staged uses keep memory alive"
+    assert not any(recorder.accounts[name].seen() for name in recorder.accounts)
+    assert not any(account.reported for account in recorder.accounts.values()), "staged uses keep memory alive"
     loss(net, x).backward()
     assert_equal(moments(recorder), unwatched(net, x.detach()))
     torch.autograd.grad(loss(net, x), list(net.parameters()))
@@ -160,7 +160,7 @@ def test_freezing_may_come_and_go(net: nn.Sequential, recorder: Recorder) -> Non
     x, y = floats(BATCH, 3), floats(BATCH, 3)
     net[0].requires_grad_(False)
     loss(net, x).backward()
-    assert not recorder.seen("0.weight")
+    assert not recorder.accounts["0.weight"].seen()
     assert {row.name: row.kind for row in recorder.coverage()}["0.weight"] == "frozen"
     net[0].requires_grad_(True)
     net[3].weight.requires_grad_(False)
@@ -185,7 +185,7 @@ def test_a_backward_that_raises_leaves_nothing_behind(net: nn.Sequential, record
     net.zero_grad()
     loss(net, x).backward()
     assert_equal(moments(recorder), unwatched(net, x))
-    assert not any(ledger.staged for ledger in recorder.ledgers.values())
+    assert not any(account.reported for account in recorder.accounts.values())
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

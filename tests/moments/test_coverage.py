@@ -137,7 +137,7 @@ def test_the_report_before_and_after() -> None:
     assert before["0.weight"] == Row("0.weight", "not seen yet", "no gradient so far")
     assert before["3.weight_hh_l0"] == Row("3.weight_hh_l0", "not seen yet", WITHOUT)
     net[:3](torch.randn(5, 4))
-    recorder.begin(5)
+    recorder.passes.begin(5)
     net[1](net[0](torch.randn(5, 4))).square().sum().backward()
     after = {row.name: row.kind for row in recorder.coverage()}
     assert after["0.weight"] == "exact"
@@ -220,7 +220,7 @@ def test_the_batch_is_read_from_the_first_tensor(given: str) -> None:
         "mapping": lambda: root({"x": x, "y": torch.empty(7)}),
     }
     calls[given]()
-    assert (recorder.batch, recorder.passes) == (3, 1)
+    assert (recorder.batch, recorder.passes.current.number) == (3, 1)
     recorder.remove()
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwire.errors import AttachError
 from gradwire.moments import Recorder
-from gradwire.moments.tap import ATTRIBUTE
+from gradwire.moments.swapped_forward import ATTRIBUTE
 
 from .oracle import assert_equal, by_sample, recorded, trainable
 
@@ -154,12 +154,12 @@ def test_a_deep_copy_computes_with_its_own_weights_and_records_nothing() -> None
     plain.load_state_dict(ema.state_dict())
     assert torch.equal(ema(x), plain(x))
     ema(x).sum().backward()
-    assert not any(recorder.seen(name) for name in recorder.ledgers)
+    assert not any(recorder.accounts[name].seen() for name in recorder.accounts)
     # and the copy may get a recorder of its own
     other = Recorder(ema, trainable(ema))
     ema.zero_grad()
     ema(x).square().sum().backward()
-    assert_equal({name: other.moment(name) for name in other.ledgers}, truth(plain, x))
+    assert_equal({name: other.moment(name) for name in other.accounts}, truth(plain, x))
     other.remove()
     recorder.remove()
 
@@ -173,7 +173,7 @@ def test_a_pickled_model_is_a_plain_model() -> None:
     x = floats(4, 3)
     assert torch.equal(loaded(x), net(x))
     loaded(x).square().sum().backward()
-    assert not any(recorder.seen(name) for name in recorder.ledgers)
+    assert not any(recorder.accounts[name].seen() for name in recorder.accounts)
     again = Recorder(loaded, trainable(loaded), strict=True)
     loaded.zero_grad()
     loaded(x).square().sum().backward()
@@ -234,11 +234,11 @@ def test_grad_disabled_and_torch_func_go_the_plain_way() -> None:
 
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, x)
     net(x).square().sum().backward()
-    found = {name: recorder.moment(name) for name in recorder.ledgers}
+    found = {name: recorder.moment(name) for name in recorder.accounts}
     assert_equal(found, {name: value.square().sum(0) for name, value in each.items()})
     other = {name: value.clone().requires_grad_() for name, value in values.items()}
     torch.func.functional_call(net, other, (x,)).sum().backward()
-    assert_equal({name: recorder.moment(name) for name in recorder.ledgers}, found)
+    assert_equal({name: recorder.moment(name) for name in recorder.accounts}, found)
     recorder.remove()
 
 

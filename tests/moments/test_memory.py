@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.moments import Recorder
-from gradwire.moments.together import WORKSPACE
+from gradwire.moments.cpu.grad_and_moment import WORKSPACE
 
 from .oracle import trainable
 

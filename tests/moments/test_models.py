@@ -145,7 +145,7 @@ def test_resnet_with_batch_norm_in_training_goes_by_activation_index() -> None:
     recorder = Recorder(net, trainable(net), strict=True)
     net.zero_grad()
     net(x).square().sum().backward()
-    found = {name: recorder.moment(name) for name in recorder.ledgers}
+    found = {name: recorder.moment(name) for name in recorder.accounts}
     assert_equal(found, wanted, RTOL)
     kinds = {row.name: row.kind for row in recorder.coverage()}
     assert kinds["2.norms.0.weight"] == "by activation"

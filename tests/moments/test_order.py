@@ -36,7 +36,7 @@ def test_moments_are_complete_when_a_bucket_is_ready(static: bool, views: bool) 
         buckets.append(bucket.index())
         for param in bucket.parameters():
             name = known[id(param)]
-            assert recorder.seen(name)
+            assert recorder.accounts[name].seen()
             recorder.consume(name, param.grad.reshape(-1))
             at_bucket[name] = recorder.moment(name).clone()
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -55,7 +55,7 @@ def test_moments_are_complete_when_a_bucket_is_ready(static: bool, views: bool) 
                 model(x[:3]).square().sum().backward()
         model(x).square().sum().backward()
         assert_equal(at_bucket, {name: truth[5][name] + accumulate * truth[3][name] for name in truth[5]})
-        assert not any(recorder.seen(name) for name in recorder.ledgers)
+        assert not any(recorder.accounts[name].seen() for name in recorder.accounts)
     assert len(set(buckets)) > 5
     recorder.remove()
 

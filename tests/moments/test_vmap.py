@@ -22,8 +22,8 @@ from torch.func import functional_call, grad, vmap
 from gradwire import per_sample
 
 from .contract import BATCHES, Case, Draw, tensor
+from .layers.test_layers import LAYERS, AddPositions, images
 from .oracle import Labelled, Moments, Root, assert_equal, recorded, trainable
-from .test_layers import LAYERS, AddPositions, images
 from .test_tied import NETS
 
 Make = Callable[[Draw, int], Case]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from .contract import BATCHES, Case, Draw, tensor
-from .test_convolutions import PLAIN, TRANSPOSED
+from .layers.test_convolutions import PLAIN, TRANSPOSED
 from .test_vmap import Make, compare, drawn
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from gradwire.moments.registry import LAYERS, layer_of
+from gradwire.moments.layer_table import LAYERS, layer_of
 
 from .contract import BATCHES, Case, Draw
+from .layers.test_layers import AddPositions, images, with_statistics
 from .oracle import assert_equal, recorded
-from .test_layers import AddPositions, images, with_statistics
 from .test_vmap import ROWS, by_vmap, compare, drawn, loss_of, outputs, rooted
 from .test_vmap_convolutions import ROWS as CONVOLUTIONS
 

@@ -9,12 +9,16 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+from gradwire.methods.base import Sum
+from gradwire.methods.table import METHODS, Known
 from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.choose import duration
 from gradwire.tools.cli import app
@@ -177,7 +181,7 @@ def test_bad_input_is_refused(options, words):
     ],
 )
 def test_bad_input_is_refused_before_workers_start(monkeypatch, arguments, environment, words):
-    started = "gradwire.tools.train.launch.launch"
+    started = "gradwire.tools.cli.plan_command.launch"
     monkeypatch.setattr(started, lambda *_: pytest.fail("nothing may start"))
     code, said = invoke(*arguments, **environment)
     assert code == 2
@@ -220,3 +224,30 @@ def check_measured(path: Path) -> None:
     assert costs["vgc"].encode_ns > 0
     for row in found["predictions"]:
         assert row["step_ms"] == pytest.approx(predict(work, network, costs[row["method"]]).step_ms)
+
+
+@dataclass(frozen=True)
+class Halved(Sum):
+    """A method of somebody's own, of which nothing was measured: half of a dense sum."""
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16
+
+
+def test_a_method_that_nobody_has_measured_is_planned_with_a_guess_that_says_so(monkeypatch, tmp_path):
+    monkeypatch.setitem(METHODS, "halved", Known(Halved))
+    for device in ("cpu", "cuda"):
+        path = tmp_path / device
+        code, said = invoke(*changed(methods="dense halved", device=device), "--json", path)
+        assert code == 0, said
+        assert "│ halved * " in said
+        assert "│ dense  " in said
+        assert "*: nobody has measured this method" in " ".join(said.split())
+        rows = json.loads(path.read_text())["predictions"]
+        assert [row["guess"] for row in rows] == [False, True]
+        assert rows[1]["bytes_a_step"] == rows[0]["bytes_a_step"] / 2
+
+
+def test_a_measured_method_is_no_guess():
+    _, said = invoke(*OFFLINE)
+    assert "*" not in said

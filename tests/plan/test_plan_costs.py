@@ -8,10 +8,10 @@ from torch import Tensor
 
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
-from gradwire.methods import from_spec
+from gradwire.methods import METHODS, from_spec
 from gradwire.plan import Network, Work, predict
 from gradwire.plan.costs import SETTLE, Dry, measure
-from gradwire.plan.typical import CPU, CUDA, DENSITY, cost_of, work_of
+from gradwire.plan.typical import DENSITY, cost_of, work_of
 
 WORLD, REPEATS = 3, 4
 SPECS = [
@@ -38,7 +38,10 @@ def test_bytes_are_what_ranks_count(spec):
     compressor, one = from_spec(spec), layout()
     n_steps = SETTLE + REPEATS + 5
     grads, moments = steps(n_steps, one.numel)
-    cost = measure(compressor, [one], [[g] for g in grads], [[m] for m in moments], WORLD, REPEATS)
+    dry = Dry(compressor, [one], WORLD, torch.device("cpu"))
+    for grad, moment in zip(grads, moments, strict=True):
+        dry.step([grad], [moment])
+    cost = dry.cost(REPEATS)
     ranks = InProcess(compressor, one, WORLD, planned=True)
     counted = [ranks([g] * WORLD, [m] * WORLD).n_bytes for g, m in zip(grads, moments, strict=True)]
     assert cost.handed_over(one.numel) == pytest.approx(sum(counted[-REPEATS:]) / REPEATS, rel=1e-9)
@@ -90,10 +93,10 @@ def test_one_step_that_is_repeated_stays_noise():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_typical_costs_have_every_method(device):
-    table = CPU if device == "cpu" else CUDA
-    for name in table:
-        cost = cost_of("strom:tau=0.01" if name == "strom" else name, device)
+def test_every_method_has_typical_costs_or_a_guess(device):
+    for name, known in METHODS.items():
+        cost = cost_of(known.example or name, device)
+        assert cost.guess == (getattr(known, device) is None)
         assert cost.bytes_per_element > 0
         assert cost.encode_ns > 0
         assert predict(work_of(10**6, 1.0, 2.0, 0.0), Network(4, 100.0, 0.1), cost).step_ms > 3

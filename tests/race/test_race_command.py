@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
-from gradwire.tools.experiment.results import read
 from gradwire.tools.lab import missing
+from gradwire.tools.result_files import read
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
 pytestmark = pytest.mark.alone
@@ -58,7 +58,7 @@ def trace(tmp_path: Path) -> Path:
     ],
 )
 def test_a_race_with_bad_input_starts_nothing(arguments, message, monkeypatch, tmp_path):
-    monkeypatch.setattr("gradwire.tools.race.runner.race", lambda *rest: pytest.fail("it has started"))
+    monkeypatch.setattr("gradwire.tools.race.race_runner.race", lambda *rest: pytest.fail("it has started"))
     code, said = invoke("race", "--out", tmp_path / "out", *arguments)
     assert code == 2
     assert message in said

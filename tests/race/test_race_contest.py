@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.tools.race import contest, methods
-from gradwire.tools.race.contest import Run
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.race import contest, race_methods
+from gradwire.tools.race.contest import RaceRun
 
 COMMON = {"task": "digits", "hosts": 4, "target": 0.97}
 
@@ -25,19 +25,19 @@ COMMON = {"task": "digits", "hosts": 4, "target": 0.97}
     ],
 )
 def test_methods_and_their_options_are_told_apart(text, names):
-    assert methods.split(text) == names
+    assert race_methods.split(text) == names
 
 
 @pytest.mark.parametrize(
     "text", ["dense", "vgc:alpha=1.5,zeta=0.99", "torch:allreduce", "torch:fp16", "auto", "python:os.path.join"]
 )
 def test_methods_that_there_are(text):
-    method = methods.parse(text)
+    method = race_methods.parse(text)
     assert (method.name, method.factor, method.buckets) == (text, 1.0, {})
 
 
 def test_a_method_says_what_momentum_it_has():
-    assert [methods.parse(text).momentum for text in ("topk:momentum=0.9@2", "topk", "auto", "torch:fp16")] == [
+    assert [race_methods.parse(text).momentum for text in ("topk:momentum=0.9@2", "topk", "auto", "torch:fp16")] == [
         0.9,
         0,
         0,
@@ -46,7 +46,7 @@ def test_a_method_says_what_momentum_it_has():
 
 
 def test_powersgd_of_torch_has_one_bucket_and_a_factor_is_no_part_of_the_method():
-    method = methods.parse("torch:powersgd:rank=4@0.5")
+    method = race_methods.parse("torch:powersgd:rank=4@0.5")
     assert method.buckets == {"bucket_cap_mb": 1024}
     assert method.factor == 0.5
 
@@ -76,7 +76,7 @@ def test_powersgd_of_torch_has_one_bucket_and_a_factor_is_no_part_of_the_method(
 )
 def test_methods_that_there_are_not(text, message):
     with pytest.raises(InputError, match=message):
-        methods.parse(text)
+        race_methods.parse(text)
 
 
 def test_every_rate_seed_and_method_is_a_run():
@@ -122,8 +122,8 @@ def test_what_cannot_race(given, message, tmp_path):
 
 
 def test_two_runs_are_the_same_whatever_their_limits():
-    run = Run("digits", 4, "10", "vgc", 0, 0.97)
-    assert run.key() == Run("digits", 4, "10", "vgc", 0, 0.97, limit_s=1, limit_steps=7, data="x").key()
+    run = RaceRun("digits", 4, "10", "vgc", 0, 0.97)
+    assert run.key() == RaceRun("digits", 4, "10", "vgc", 0, 0.97, limit_s=1, limit_steps=7, data="x").key()
     others = [{"rate": "100"}, {"seed": 1}, {"target": 0.9}, {"every": 1}, {"batch": 8}, {"learning_rate": 0.01}]
     fields = {"task": "digits", "hosts": 4, "rate": "10", "method": "vgc", "seed": 0, "target": 0.97}
-    assert all(Run(**{**fields, **other}).key() != run.key() for other in others)
+    assert all(RaceRun(**{**fields, **other}).key() != run.key() for other in others)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.tools.experiment.results import read
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab.commands import CommandError
-from gradwire.tools.race import plot, runner
-from gradwire.tools.race.contest import Run
-from gradwire.tools.race.files import Files
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.race import plot, race_runner
+from gradwire.tools.race.contest import RaceRun
+from gradwire.tools.race.race_files import RaceFiles
+from gradwire.tools.result_files import read
 
-RUN = Run("digits", 4, "10", "vgc:alpha=1.5,zeta=0.99", 0, 0.97, limit_s=60, limit_steps=500)
+RUN = RaceRun("digits", 4, "10", "vgc:alpha=1.5,zeta=0.99", 0, 0.97, limit_s=60, limit_steps=500)
 OTHER = replace(RUN, rate="100", method="python:somebody.topk")
 ORIGIN = {"commit": "abc"}
 
@@ -32,7 +32,7 @@ class Seen:
 
 
 def test_rows_are_what_was_told(tmp_path):
-    files = Files(tmp_path / "new" / "folder")
+    files = RaceFiles(tmp_path / "new" / "folder")
     assert files.find(RUN) is None
     files.begin(RUN)
     files.test(RUN, standing(5))
@@ -54,7 +54,7 @@ def test_rows_are_what_was_told(tmp_path):
 
 
 def test_what_did_not_reach_is_done_only_within_its_limits(tmp_path):
-    files = Files(tmp_path)
+    files = RaceFiles(tmp_path)
     files.begin(RUN)
     files.end(RUN, standing(500, "did not reach"), ORIGIN)
     assert files.find(RUN) is not None
@@ -64,7 +64,7 @@ def test_what_did_not_reach_is_done_only_within_its_limits(tmp_path):
 
 
 def test_what_a_cut_run_has_left_goes_away_and_nothing_else(tmp_path):
-    files = Files(tmp_path)
+    files = RaceFiles(tmp_path)
     for run in (OTHER, RUN):
         files.begin(run)
         files.test(run, standing(5))
@@ -80,11 +80,11 @@ def test_a_file_in_place_of_the_folder(tmp_path):
     path = tmp_path / "race"
     path.write_text("")
     with pytest.raises(InputError, match="is a file, a folder was expected"):
-        Files(path)
+        RaceFiles(path)
 
 
 def test_done_runs_are_skipped_and_failures_do_not_end_the_race(tmp_path, monkeypatch):
-    files, seen, raced = Files(tmp_path), Seen(), []
+    files, seen, raced = RaceFiles(tmp_path), Seen(), []
     files.begin(RUN)
     files.end(RUN, standing(10, "reached"), ORIGIN)
     third = replace(RUN, method="dense")
@@ -94,15 +94,15 @@ def test_done_runs_are_skipped_and_failures_do_not_end_the_race(tmp_path, monkey
         if run is OTHER:
             raise CommandError("host 1 failed", 7)
 
-    monkeypatch.setattr(runner, "race_one", race_one)
-    assert runner.race([RUN, OTHER, third], files, seen) == ["python:somebody.topk at 100: host 1 failed"]
+    monkeypatch.setattr(race_runner, "race_one", race_one)
+    assert race_runner.race([RUN, OTHER, third], files, seen) == ["python:somebody.topk at 100: host 1 failed"]
     assert raced == [OTHER, third]
     assert seen.shown == [(RUN.method, "reached"), (OTHER.method, "failed")]
 
 
 def test_the_picture_has_every_rate_and_method(tmp_path):
     pytest.importorskip("matplotlib")
-    files, path = Files(tmp_path), tmp_path / "race.svg"
+    files, path = RaceFiles(tmp_path), tmp_path / "race.svg"
     assert plot.draw([RUN], files, path) == "nothing to draw"
     for run, state in ((RUN, "reached"), (OTHER, "did not reach")):
         files.begin(run)

@@ -8,9 +8,9 @@ from torch import nn
 
 import gradwire
 from gradwire.methods import from_spec
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.race.replay import Setting, cases, link_bytes, on_host, parts_of
-from gradwire.tools.race.trace import Sample, StepBytes, Trace, load, thin
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.race.trace import ByteTrace, Sample, StepBytes, load, thin
 
 MIB = 1 << 20
 
@@ -36,7 +36,7 @@ def test_buckets_are_ddps():
 
 
 def test_cases_are_the_samples_and_the_sums_beside_them():
-    trace = Trace([Sample(1, 3000, 60 * MIB), Sample(2, 6000, 60 * MIB)], 100)
+    trace = ByteTrace([Sample(1, 3000, 60 * MIB), Sample(2, 6000, 60 * MIB)], 100)
     found = cases(trace, Setting(8, 4), "gather", ["dense", "bf16"])
     assert [(case.what, case.collective, case.place) for case in found] == [
         ("trace", "gather", 1),
@@ -52,9 +52,9 @@ def test_cases_are_the_samples_and_the_sums_beside_them():
 
 
 def test_a_collective_is_told_by_its_bytes():
-    assert Trace([Sample(1, 400, 400)], 1).collective == "sum"
-    assert Trace([Sample(1, 200, 400), Sample(2, 200, 400)], 2).collective == "sum"
-    assert Trace([Sample(1, 200, 400), Sample(2, 120, 400)], 2).collective == "gather"
+    assert ByteTrace([Sample(1, 400, 400)], 1).collective == "sum"
+    assert ByteTrace([Sample(1, 200, 400), Sample(2, 200, 400)], 2).collective == "sum"
+    assert ByteTrace([Sample(1, 200, 400), Sample(2, 120, 400)], 2).collective == "gather"
 
 
 def test_a_section_is_its_median_step():
@@ -67,7 +67,7 @@ def test_a_section_is_its_median_step():
 def test_an_experiments_file_is_a_trace(tmp_path):
     path = tmp_path / "run.csv"
     path.write_text("epoch,step,bytes_a_step,dense_bytes_a_step\n1,97,50.5,4000\n2,194,20,4000\n")
-    assert load(path, 5) == Trace([Sample(1, 50.5, 4000), Sample(2, 20, 4000)], 194)
+    assert load(path, 5) == ByteTrace([Sample(1, 50.5, 4000), Sample(2, 20, 4000)], 194)
 
 
 def test_a_simulation_writes_a_trace(tmp_path):

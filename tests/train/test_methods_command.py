@@ -12,13 +12,13 @@ from gradwire import BF16, VGC, Dense
 from gradwire.exchange.in_process import InProcess
 from gradwire.methods import METHODS, Sum, from_spec
 from gradwire.moments import Recorder
-from gradwire.tools.train import catalogue, digits
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train import digits, method_bits
 
 
 @pytest.fixture(scope="module")
-def trace() -> catalogue.Trace:
-    return catalogue.record()
+def trace() -> method_bits.GradientTrace:
+    return method_bits.record()
 
 
 def test_the_command_lists_what_it_is_asked_for():
@@ -43,15 +43,15 @@ def test_an_unknown_method_is_bad_input():
 
 def test_wrong_options_are_refused_before_anything_is_trained():
     with pytest.raises(InputError, match="alpha must be >= 0"):
-        catalogue.choose(["dense", "vgc:alpha=-1"])
+        method_bits.choose(["dense", "vgc:alpha=-1"])
 
 
 def test_all_methods_are_listed_when_none_is_named():
-    assert [type(compressor) for compressor in catalogue.choose([])] == list(METHODS.values())
+    assert [type(compressor) for compressor in method_bits.choose([])] == [known.method for known in METHODS.values()]
 
 
 def test_the_trace_is_of_two_workers_and_its_moments_are_of_their_samples(trace):
-    assert [len(grads) for grads in trace.grads] == [2] * (catalogue.SETTLED + catalogue.COUNTED)
+    assert [len(grads) for grads in trace.grads] == [2] * (method_bits.SETTLED + method_bits.COUNTED)
     assert not torch.equal(*trace.grads[-1])
     for grads, moments in zip(trace.grads, trace.moments, strict=True):
         for grad, moment in zip(grads, moments, strict=True):
@@ -64,7 +64,7 @@ def test_one_gradient_and_its_moment_by_the_definition():
     task = digits.open_digits(None)
     model, indices = task.make_model(), torch.arange(16)
     recorder = Recorder(model, dict(model.named_parameters()), strict=True)
-    grad, moment = catalogue._look(task, model, recorder, indices)
+    grad, moment = method_bits._look(task, model, recorder, indices)
     recorder.remove()
     wanted, squares = torch.zeros_like(grad), torch.zeros_like(moment)
     for index in indices:
@@ -79,7 +79,7 @@ def test_one_gradient_and_its_moment_by_the_definition():
 
 @pytest.mark.parametrize(("compressor", "bits"), [(Dense(), 32.0), (BF16(), 16.0)])
 def test_a_cast_takes_the_bits_of_its_type(trace, compressor, bits):
-    assert catalogue.measure(compressor, trace).bits == bits
+    assert method_bits.measure(compressor, trace).bits == bits
 
 
 def test_a_method_that_needs_room_begins_dense_and_settles(trace):
@@ -88,14 +88,14 @@ def test_a_method_that_needs_room_begins_dense_and_settles(trace):
     n_bytes = [ranks(grads, moments).n_bytes for grads, moments in every]
     assert n_bytes[0] > 4 * trace.layout.numel
     assert all(later < n_bytes[0] / 2 for later in n_bytes[1:])
-    counted = n_bytes[-catalogue.COUNTED :]
+    counted = n_bytes[-method_bits.COUNTED :]
     wanted = 8 * sum(counted) / len(counted) / trace.layout.numel
-    assert catalogue.measure(VGC(alpha=1.5), trace).bits == pytest.approx(wanted)
+    assert method_bits.measure(VGC(alpha=1.5), trace).bits == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("compressor", catalogue.choose([]), ids=METHODS)
+@pytest.mark.parametrize("compressor", method_bits.choose([]), ids=METHODS)
 def test_every_method_can_be_measured(trace, compressor):
-    entry = catalogue.measure(compressor, trace)
+    entry = method_bits.measure(compressor, trace)
     assert from_spec(entry.spec) == compressor
     assert len(entry.about) > 20
     assert 0 < entry.bits <= 32.5

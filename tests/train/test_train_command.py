@@ -98,10 +98,10 @@ def test_torchrun_runs_the_same_program(tmp_path: Path, text_file: Path) -> None
 BREAK_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
-    from gradwire.train.loop import Trainer
+    from gradwire.tools.train.loop import Trainer
     take_step = Trainer.take_step
     def broken(self, indices):
-        if self.standing.step == 3:
+        if self.state.step == 3:
             raise ArithmeticError("broken on purpose")
         return take_step(self, indices)
     Trainer.take_step = broken

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from gradwire.tools.train.metrics import Traffic, columns, write_csv, write_summary
-from gradwire.tools.train.standing import Standing
+from gradwire.tools.train.run_state import RunState
 
 
 def test_traffic_adds_and_subtracts() -> None:
@@ -20,9 +20,9 @@ def test_traffic_adds_and_subtracts() -> None:
 
 
 def test_a_standing_survives_being_written_down() -> None:
-    standing = Standing(epoch=1, step=9, position=64, loss_sum=0.1, traffic=Traffic(steps=3), rows=[{"epoch": 1}])
-    again = Standing.from_plain(json.loads(json.dumps(standing.to_plain())))
-    assert again == standing
+    state = RunState(epoch=1, step=9, position=64, loss_sum=0.1, traffic=Traffic(steps=3), rows=[{"epoch": 1}])
+    again = RunState.from_plain(json.loads(json.dumps(state.to_plain())))
+    assert again == state
     again.next_epoch({"epoch": 2})
     assert (again.epoch, again.step, again.position, again.total.steps, len(again.rows)) == (2, 9, 0, 3, 2)
 

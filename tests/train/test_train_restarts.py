@@ -98,7 +98,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_error(tmp_path: Path
 BREAK = """
 import os
 if os.environ.get("RANK") == "1":
-    from gradwire.train.loop import Trainer
+    from gradwire.tools.train.loop import Trainer
     def broken(self, indices):
         raise ArithmeticError("broken in attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"])
     Trainer.take_step = broken

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.tools.cli.train import among_torchrun
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.cli.train_command import among_torchrun
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.settings import Settings, check
-from gradwire.tools.train.team import choose_device, inside_torchrun
+from gradwire.tools.train.worker_group import choose_device, inside_torchrun
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import cifar10, digits, fashion, tasks, text
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.train.classification import Classification
 from gradwire.tools.train.task import Schedule, Share
 
 
@@ -34,14 +35,14 @@ def test_schedule_scales_and_halves() -> None:
 
 def test_digits_split_is_stratified_fixed_and_disjoint() -> None:
     task = digits.open_digits(None)
-    assert isinstance(task, digits.Digits)
+    assert isinstance(task, Classification)
     assert (task.samples, len(task.test_targets)) == (1437, 360)
     assert all(35 <= n <= 37 for n in task.test_targets.bincount().tolist())
     train, test = digits.split(torch.arange(1797).remainder(10).numpy())
     assert not set(train.tolist()) & set(test.tolist())
     assert digits.open_digits(None).fingerprint() == task.fingerprint()
-    assert task.inputs.mean().abs() < 1e-5
-    assert 0.5 < task.inputs.std() < 1.0
+    assert task.images.mean().abs() < 1e-5
+    assert 0.5 < task.images.std() < 1.0
 
 
 def test_digits_network_and_evaluation_in_shares() -> None:
@@ -83,7 +84,7 @@ def write_fake_fashion(folder: Path, packed: bool, monkeypatch: pytest.MonkeyPat
 def test_fashion_reads_the_official_format(tmp_path: Path, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     write_fake_fashion(tmp_path, packed, monkeypatch)
     task = fashion.open_fashion(tmp_path)
-    assert isinstance(task, fashion.Fashion)
+    assert isinstance(task, Classification)
     assert (task.samples, task.targets.tolist(), task.test_targets.tolist()) == (6, [*range(6)], [5, 6, 7])
     assert task.images[1, :3].tolist() == [4, 5, 6], "784 pixels a picture"
     inputs, targets = task.batch(torch.tensor([2, 0]))
@@ -125,11 +126,11 @@ def test_cifar10_network_has_the_papers_size() -> None:
     assert all(m.bias is None for m in network if isinstance(m, nn.Conv2d | nn.Linear))
 
 
-def small_cifar10() -> cifar10.Cifar10:
+def small_cifar10() -> Classification:
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (6, 3, 32, 32), generator=generator, dtype=torch.uint8)
     targets = torch.randint(0, 10, (6,), generator=generator)
-    return cifar10.Cifar10(images[:4], targets[:4], images[4:], targets[4:])
+    return cifar10.task_of(images[:4], targets[:4], images[4:], targets[4:])
 
 
 def test_cifar10_takes_a_step_on_random_images() -> None:
@@ -162,7 +163,7 @@ def test_cifar10_reads_the_binary_format(tmp_path: Path, subfolder: str, monkeyp
     (tmp_path / subfolder).mkdir(exist_ok=True)
     write_fake_cifar10(tmp_path / subfolder, 12, monkeypatch)
     task = cifar10.open_cifar10(tmp_path)
-    assert isinstance(task, cifar10.Cifar10)
+    assert isinstance(task, Classification)
     assert (task.samples, len(task.test_targets)) == (60, 12)
     assert task.targets[:12].tolist() == [*range(10), 0, 1]
     assert task.images[13, :, 5, 7].tolist() == [1, 0x80, 0xFF], "planes: the file's number, then 128, then 255"

@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-from gradwire.tools.train.team import divide_cores
+from gradwire.tools.train.worker_group import divide_cores
 
 SHOW = """
 import torch
-from gradwire.train.team import joined
+from gradwire.tools.train.worker_group import joined
 with joined("cpu"):
     print(torch.get_num_threads())
 """

@@ -18,7 +18,7 @@ from gradwire.state import checkpoint
 if TYPE_CHECKING:
     from gradwire.adapters.auto.method_chooser import MethodChooser
     from gradwire.moments import coverage
-    from gradwire.moments.registry import BatchDim
+    from gradwire.moments.batch_dim import BatchDim
     from gradwire.plan.choose import Verdict
 
 AUTO = "auto"

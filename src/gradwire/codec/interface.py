@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -43,6 +43,16 @@ class Rule:
     density: float | None = None
 
 
+class Inputs(NamedTuple):
+    """What a bucket comes with: this step's gradient and moment, [N], and its state, which is changed in place."""
+
+    grad: Tensor
+    moment: Tensor | None
+    residual: Tensor
+    variance: Tensor | None
+    active: Tensor | None = None  # bool [K]: tensors without a gradient are left alone; None: all have one
+
+
 @dataclass
 class Encoded:
     """What one encode sends. Nothing here has to be waited for: how many there are is known on the device alone."""
@@ -74,34 +84,14 @@ class Codec(Protocol):
     `reference` is the definition; the others have its results bit for bit.
     """
 
-    def encode(
-        self,
-        grad: Tensor,
-        moment: Tensor | None,
-        residual: Tensor,
-        variance: Tensor | None,
-        active: Tensor | None,
-        shape: Shape,
-        rule: Rule,
-        step: int,
-    ) -> Encoded: ...
+    def encode(self, inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded: ...
 
     def decode(self, messages: Tensor, shape: Shape, rule: Rule, step: int, out: Tensor) -> Tensor: ...
 
     # of virtual workers, whose messages nobody writes
 
     def select(
-        self,
-        grad: Tensor,
-        moment: Tensor | None,
-        residual: Tensor,
-        variance: Tensor | None,
-        active: Tensor | None,
-        layout: Layout,
-        rule: Rule,
-        capacity: Sequence[int],
-        step: int,
-        chunk: int,
+        self, inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int
     ) -> Selection: ...
 
     def add(

@@ -15,7 +15,18 @@ from gradwire.codec import compact, header
 from gradwire.codec import words as wire_words
 from gradwire.codec.form import Blocks, Shape
 from gradwire.codec.header import Parts
-from gradwire.codec.interface import GOLDEN, NOTHING, PROBLEMS, ROUNDING, SMALLEST, WINDOW, Encoded, Rule, Selection
+from gradwire.codec.interface import (
+    GOLDEN,
+    NOTHING,
+    PROBLEMS,
+    ROUNDING,
+    SMALLEST,
+    WINDOW,
+    Encoded,
+    Inputs,
+    Rule,
+    Selection,
+)
 from gradwire.codec.limits import BINS, SHIFT, limits
 from gradwire.errors import MessageError
 from gradwire.layout import Layout, Slot
@@ -23,28 +34,17 @@ from gradwire.layout import Layout, Slot
 LOW = 0xFFFFFFFF
 
 
-def encode(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    shape: Shape,
-    rule: Rule,
-    step: int,
-) -> Encoded:
+def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
     """Accumulate, decide, quantize, pack: changes r and v in place and returns the message that is to be sent.
 
     r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta. With a density: sent
     where the score r^2 - alpha v is among the largest of its tensor.
-    `active` [K] bool: tensors without a gradient in this step are left alone; None means all have one.
     `shape.capacity`: how many elements of each tensor fit; the others wait as if they had not passed.
     """
-    state = (grad, moment, residual, variance, active)
-    chosen, finite = choose(*state, shape.layout, rule, shape.capacity, step)
+    chosen, finite = choose(inputs, shape.layout, rule, shape.capacity, step)
     counts, orders = torch.bincount(chosen.index // shape.chunk, minlength=shape.chunks).int(), None
     if shape.blocks is None:
-        body = torch.zeros(shape.room, dtype=torch.int32, device=grad.device)
+        body = torch.zeros(shape.room, dtype=torch.int32, device=chosen.index.device)
         body[: len(chosen.index)] = wire_words.pack(chosen.index, chosen.code, shape.chunk)
     else:
         orders, body = compact.pack(chosen.index, chosen.code, shape.blocks)
@@ -57,22 +57,11 @@ def encode(
     return Encoded(message, chosen.codes, chosen.exponents, chosen.passed, chosen.undo, places)
 
 
-def select(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    layout: Layout,
-    rule: Rule,
-    capacity: Sequence[int],
-    step: int,
-    chunk: int,
-) -> Selection:
+def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Selection:
     """The same as far as words, `chunk` places each: no message."""
-    chosen, finite = choose(grad, moment, residual, variance, active, layout, rule, capacity, step)
+    chosen, finite = choose(inputs, layout, rule, capacity, step)
     counts = torch.bincount(chosen.index // chunk, minlength=max(1, -(-layout.numel // chunk))).int()
-    words = torch.zeros(sum(capacity), dtype=torch.int32, device=residual.device)
+    words = torch.zeros(sum(capacity), dtype=torch.int32, device=chosen.index.device)
     words[: len(chosen.index)] = wire_words.pack(chosen.index, chosen.code, chunk)
     return Selection(words, counts, chosen.codes, chosen.exponents, chosen.passed, finite, chosen.undo)
 
@@ -89,18 +78,9 @@ class Chosen:
     undo: Callable[[], None]
 
 
-def choose(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    layout: Layout,
-    rule: Rule,
-    capacity: Sequence[int],
-    step: int,
-) -> tuple[Chosen, Tensor]:
+def choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int) -> tuple[Chosen, Tensor]:
     """Steps 2 to 4 but for the message: who is sent, r and v after it; and whether all was finite, bool []."""
+    grad, moment, residual, variance, active = inputs
     live = None if active is None else layout.spread(active)
     finite = accumulate(grad, moment, residual, variance, live)
     if rule.density is None:

@@ -1,47 +1,87 @@
-"""Compressors by name: `vgc:alpha=1.5,zeta=0.999` on the command line."""
+"""The table of methods: one row makes a method known to the package, the command line and the planner.
+
+To add one: its import, by its own name, and its row. `gradwire.NAME` and specs such as `vgc:alpha=1.5` come of it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from gradwire.methods.adacomp.definition import AdaComp
+from gradwire.methods.adacomp.definition import AdaComp as AdaComp
 from gradwire.methods.base import Compressor, checked
-from gradwire.methods.bf16 import BF16
-from gradwire.methods.dense import Dense
-from gradwire.methods.fp8.definition import FP8
-from gradwire.methods.fp16 import FP16
-from gradwire.methods.momentum_dct.definition import MomentumDCT
-from gradwire.methods.onebit import OneBit
-from gradwire.methods.powersgd import PowerSGD
-from gradwire.methods.qsgd.definition import QSGD
-from gradwire.methods.randomk import RandomK
-from gradwire.methods.signsgd import SignSGD
-from gradwire.methods.strom import Strom
-from gradwire.methods.terngrad.definition import TernGrad
-from gradwire.methods.topk.definition import TopK
-from gradwire.methods.vgc import VGC
+from gradwire.methods.bf16 import BF16 as BF16
+from gradwire.methods.dense import Dense as Dense
+from gradwire.methods.fp8.definition import FP8 as FP8
+from gradwire.methods.fp16 import FP16 as FP16
+from gradwire.methods.momentum_dct.definition import MomentumDCT as MomentumDCT
+from gradwire.methods.onebit import OneBit as OneBit
+from gradwire.methods.powersgd import PowerSGD as PowerSGD
+from gradwire.methods.qsgd.definition import QSGD as QSGD
+from gradwire.methods.randomk import RandomK as RandomK
+from gradwire.methods.signsgd import SignSGD as SignSGD
+from gradwire.methods.strom import Strom as Strom
+from gradwire.methods.terngrad.definition import TernGrad as TernGrad
+from gradwire.methods.topk.definition import TopK as TopK
+from gradwire.methods.vgc import VGC as VGC
 
-METHODS: dict[str, type[Any]] = {
-    "dense": Dense,
-    "bf16": BF16,
-    "fp16": FP16,
-    "fp8": FP8,
-    "adacomp": AdaComp,
-    "momentum_dct": MomentumDCT,
-    "onebit": OneBit,
-    "powersgd": PowerSGD,
-    "qsgd": QSGD,
-    "randomk": RandomK,
-    "signsgd": SignSGD,
-    "strom": Strom,
-    "terngrad": TernGrad,
-    "topk": TopK,
-    "vgc": VGC,
+
+@dataclass(frozen=True)
+class Typical:
+    """What a method takes where nothing is measured: ns an element, or an element sent. Messages: each that is decoded.
+
+    From the committed results:
+    - cpu: benchmarks/results/cpu.csv (AMD EPYC, 2 cores). VGC and Strom: encode_cpu, a whole encode to the compact
+      format and a whole decode of 8 messages at ratios of 10 to 10,000. All others: methods_cpu, a step of 2,634,762
+      parameters on two processes, less the 10 ms that its copy of a backward, DDP and the hand-over take (dense's step
+      less its exchange); how that divides into encode and decode is an estimate.
+    - cuda: benchmarks/results/gpu.csv (NVIDIA H200). VGC and Strom: encode_gpu. All others: simulate_gpu, what a step
+      of 8 workers of 14,987,200 parameters takes more than with dense.
+    """
+
+    encode: float
+    decode: float = 0.0
+    message: float = 0.0
+    encode_sent: float = 0.0
+    message_sent: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """A row of the table; without typical costs the planner guesses them, and says so."""
+
+    method: type[Any]
+    cpu: Typical | None = None
+    cuda: Typical | None = None
+    example: str = ""  # a spec, where an option has no default
+
+
+_CAST, _OTHER = Typical(0.002, 0.0015), Typical(0.02, 0.011)  # what simulate_gpu can tell apart
+_SPARSE = (
+    Typical(0.9, 0.35, encode_sent=15.0, message_sent=11.0),
+    Typical(0.0057, 0.0008, encode_sent=0.03, message_sent=0.013),
+)
+
+METHODS: dict[str, Known] = {
+    "dense": Known(Dense, Typical(0.03), Typical(0.002)),
+    "bf16": Known(BF16, Typical(0.15, 0.1), _CAST),
+    "fp16": Known(FP16, Typical(0.5, 0.3), _CAST),
+    "fp8": Known(FP8, Typical(2.4, 0.4, message=2.4), _OTHER),
+    "adacomp": Known(AdaComp, Typical(4.0, 1.5, message_sent=70.0), _OTHER),
+    "momentum_dct": Known(MomentumDCT, Typical(16.0, 8.0), Typical(0.06, 0.028)),
+    "onebit": Known(OneBit, Typical(1.5, 0.5, message=0.25), _OTHER),
+    "powersgd": Known(PowerSGD, Typical(2.0, 4.0), _OTHER),
+    "qsgd": Known(QSGD, Typical(3.5, 1.2, message=0.7), _OTHER),
+    "randomk": Known(RandomK, Typical(3.5, 1.7), _OTHER),
+    "signsgd": Known(SignSGD, Typical(1.2, 0.4, message=0.25), _OTHER),
+    "strom": Known(Strom, *_SPARSE, example="strom:tau=0.01"),
+    "terngrad": Known(TernGrad, Typical(5.0, 1.4, message=0.9), _OTHER),
+    "topk": Known(TopK, Typical(3.5, 1.0, message_sent=60.0), _OTHER),
+    "vgc": Known(VGC, *_SPARSE),
 }
 
-BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
 def from_spec(spec: str) -> Compressor:
@@ -49,7 +89,7 @@ def from_spec(spec: str) -> Compressor:
     name, _, rest = spec.strip().partition(":")
     if name.lower() not in METHODS:
         raise ValueError(f"unknown compressor {name!r}; known: {', '.join(METHODS)}")
-    method = METHODS[name.lower()]
+    method = METHODS[name.lower()].method
     known = {field.name: get_type_hints(method)[field.name] for field in fields(method)}
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
@@ -73,7 +113,7 @@ def compressor_of(given: Compressor | str) -> Compressor:
 
 def to_spec(compressor: Any) -> str:
     """What `from_spec` makes it of: its name, and the options that are not the default. Its repr if it is unknown."""
-    name = next((name for name, method in METHODS.items() if type(compressor) is method), None)
+    name = next((name for name, known in METHODS.items() if type(compressor) is known.method), None)
     if name is None:
         return repr(compressor)
     values = {field: getattr(compressor, field.name) for field in fields(compressor)}
@@ -93,6 +133,6 @@ def _parse(where: str, text: str, kind: Any) -> Any:
         return None
     (kind,) = kinds
     try:
-        return BOOLEANS[text.lower()] if kind is bool else kind(text)
+        return _BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
         raise ValueError(f"{where} cannot be {text!r}: expected {kind.__name__}") from None

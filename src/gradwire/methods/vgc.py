@@ -163,17 +163,17 @@ class VGC(WithResidual, Gather):
 
     def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
         """Steps 2 to 4 for one bucket: changes the state, returns the bytes."""
-        codec, v, m = kernels.select(grad.device), *self._variance(state, moment)
         if self.momentum:
             grad = quicken(state.velocity, grad, self.momentum, context)
-        rule, shape = self.rule_in(context), self.shape(context)
-        sent = codec.encode(grad, m, state.residual, v, context.active, shape, rule, context.step)
+        inputs, rule = self._inputs(grad, moment, state, context), self.rule_in(context)
+        sent = kernels.select(grad.device).encode(inputs, self.shape(context), rule, context.step)
         undo = halted(sent.undo, *sent.places(), state.velocity) if self.momentum else sent.undo
         return Message(sent.message, undo, sent.codes.sum(1), sent.passed, self.norm(sent.codes, sent.exponents))
 
-    def _variance(self, state: Any, moment: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """v and m, where they count."""
-        return (state.variance, moment) if self.alpha else (None, None)
+    def _inputs(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> kernels.Inputs:
+        """Without v and m where they count for nothing."""
+        v, m = (state.variance, moment) if self.alpha else (None, None)
+        return kernels.Inputs(grad, m, state.residual, v, context.active)
 
     def choose(
         self,
@@ -188,9 +188,8 @@ class VGC(WithResidual, Gather):
         """`encode` without a message. The layout may be of several workers, a chunk each."""
         if self.momentum:
             grad = quicken(state.velocity, grad, self.momentum, context)
-        v, m = self._variance(state, moment)
-        inputs = (grad, m, state.residual, v, context.active, layout, self.rule_in(context))
-        chosen = kernels.select(grad.device).select(*inputs, capacity, context.step, chunk)
+        inputs, rule = self._inputs(grad, moment, state, context), self.rule_in(context)
+        chosen = kernels.select(grad.device).select(inputs, layout, rule, capacity, context.step, chunk)
         if self.momentum:
             index, real = words.places(chosen.words, chosen.counts, chunk)
             chosen = replace(chosen, undo=halted(chosen.undo, index, real, state.velocity))

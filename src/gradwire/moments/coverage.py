@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-from gradwire.moments.ledger import Ledger
 
 
 class Row(NamedTuple):
@@ -15,18 +13,6 @@ class Row(NamedTuple):
     name: str
     kind: str
     why: str
-
-
-def report(ledgers: Iterable[Ledger]) -> list[Row]:
-    """One row a parameter, as its last backward left it."""
-    return [row_of(ledger) for ledger in ledgers]
-
-
-def row_of(ledger: Ledger) -> Row:
-    if not ledger.param.requires_grad:
-        return Row(ledger.name, "frozen", "requires_grad is False")
-    why = ledger.never if ledger.kind == "not seen yet" and ledger.never else ledger.why
-    return Row(ledger.name, ledger.kind, why)
 
 
 def table(rows: Sequence[Row]) -> str:

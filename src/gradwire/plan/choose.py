@@ -52,17 +52,21 @@ def choose(
         n_others = len(predictions) - 1
         words = f"{chosen}: {where} it is " + (f"the fastest of {n_others + 1}" if n_others else "the only one given")
         return Verdict(chosen, predictions, words)
+    chosen, words = _compared(cast, compressed, predictions, margin)
+    return Verdict(chosen, predictions, f"{chosen}: {where} {words}")
+
+
+def _compared(cast: str, compressed: str, predictions: Mapping[str, Prediction], margin: float) -> tuple[str, str]:
+    """The fastest method that loses information, or the best cast; and by how much."""
     plain_ms, compressed_ms = predictions[cast].step_ms, predictions[compressed].step_ms
     change = compressed_ms / plain_ms - 1 if plain_ms else 0.0
     if change < -margin:
         took = f"{duration(compressed_ms)} instead of {duration(plain_ms)} with {cast}"
-        words = f"{compressed}: {where} a step takes {percent(-change)} less, {took}"
-        return Verdict(compressed, predictions, words)
+        return compressed, f"a step takes {percent(-change)} less, {took}"
     if change < 0:
-        words = f"compression would save {percent(-change)} ({compressed}), which is within the margin of {margin:.0%}"
-    else:
-        words = f"compression would cost {percent(change)}" + ("" if change < 1 else f" ({compressed})")
-    return Verdict(cast, predictions, f"{cast}: {where} {words}")
+        saved = f"compression would save {percent(-change)} ({compressed})"
+        return cast, f"{saved}, which is within the margin of {margin:.0%}"
+    return cast, f"compression would cost {percent(change)}" + ("" if change < 1 else f" ({compressed})")
 
 
 def describe(network: Network) -> str:

@@ -47,20 +47,19 @@ class _Times:
 def measure(
     compressor: Compressor,
     layouts: Sequence[Layout],
-    gradients: Buckets | Sequence[Buckets],
-    moments: Buckets | Sequence[Buckets] | None,
+    gradients: Buckets,
+    moments: Buckets,
     world_size: int,
     repeats: int = 5,
 ) -> Cost:
     """What the method costs a worker of `world_size`; the factor of its second moments is left at 1.
 
-    gradients, moments: a flat float32 tensor a bucket, or such a list for each of several steps. One step is repeated
-    with changing signs, as if all of it were noise; of several steps the last `repeats` count.
+    The step is repeated with changing signs, as if all of it were noise.
     """
-    steps = _steps(gradients, moments)
-    dry = Dry(compressor, layouts, world_size, steps[0][0][0].device)
-    for turn in range(max(len(steps), SETTLE + repeats)):
-        dry.step(*steps[turn % len(steps)])
+    dry = Dry(compressor, layouts, world_size, gradients[0].device)
+    noise = (gradients, [-gradient for gradient in gradients])
+    for turn in range(SETTLE + repeats):
+        dry.step(noise[turn % 2], moments)
     return dry.cost(repeats)
 
 
@@ -90,23 +89,6 @@ def _cost(dry: Dry, times: list[_Times], alone_ms: float, handed_over_ms: float)
         rounds=max(1, round(statistics.mean(one.rounds for one in times) / n_buckets)),
         room=dry.compressor.needs_room,
     )
-
-
-def _steps(
-    gradients: Buckets | Sequence[Buckets], moments: Buckets | Sequence[Buckets] | None
-) -> list[tuple[Buckets, Buckets]]:
-    several = [[one] if isinstance(one, Tensor) else list(one) for one in gradients]
-    alike = isinstance(gradients[0], Tensor)
-    every: list[list[Tensor]] = [[one for (one,) in several]] if alike else several
-    if moments is None:
-        squares: list[list[Tensor]] = [[grad.square() / 4 for grad in step] for step in every]
-    elif alike:
-        squares = [list(moments)]  # type: ignore[arg-type]
-    else:
-        squares = [list(step) for step in moments]
-    if len(every) == 1:
-        every, squares = [every[0], [-grad for grad in every[0]]], [squares[0], squares[0]]
-    return list(zip(every, squares, strict=True))
 
 
 def usual(times: Iterable[float]) -> float:

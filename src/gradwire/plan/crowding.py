@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gradwire.plan.costs import MESSAGES
-from gradwire.plan.model import NS_PER_MS, Cost, Work
+from gradwire.plan.model import Cost, Work
 
 SCALE = (0.5, 8.0)  # what a lap may make of a time: beyond that it was disturbed
 
@@ -40,16 +40,10 @@ def crowded(
 def _scaled(cost: Cost, work: Work, before_ms: float, by: float, world_size: int, extra_ms: float) -> Cost:
     """Everything that the method adds to a step, so that it comes to `extra_ms`. A cast is too little to be seen so."""
     moments_ms = (cost.moments - 1) * before_ms
-    own_ms = moments_ms + work_ms(cost, work, min(world_size, MESSAGES))
+    own_ms = moments_ms + cost.encode_ms(work) + cost.decode_ms(work, min(world_size, MESSAGES))
     if cost.kind == "sum" or own_ms == 0:
         return cost
     scale = min(max(extra_ms / own_ms, SCALE[0]), SCALE[1])
     names = ("encode_ns", "decode_ns", "decode_message_ns", "overhead_ms")
     moments = 1 + scale * moments_ms / (by * before_ms) if before_ms else cost.moments
     return replace(cost, moments=moments, **{name: scale * getattr(cost, name) for name in names})
-
-
-def work_ms(cost: Cost, work: Work, n_messages: int) -> float:
-    """Encode and decode of a step, with all that belongs to them."""
-    decode_ns = cost.decode_ns + (cost.decode_message_ns * n_messages if cost.kind == "gather" else 0.0)
-    return cost.overhead_ms * len(work.buckets) + (cost.encode_ns + decode_ns) * work.numel / NS_PER_MS

@@ -123,7 +123,8 @@ class Cost:
     overhead_ms: float  # a bucket: Python, launches, hand-over to the courier
     moments: float  # factor on forward + backward where second moments are made, 1.0 where not
     rounds: int = 1  # collectives a bucket, one after another
-    room: bool = False  # its messages never take longer than an all-reduce of float32: see capacity.py
+    room: bool = False  # its messages never take longer than an all-reduce of float32: see exchange/room.py
+    guess: bool = False  # nobody has measured this method: its times are those of a usual one
 
     def __post_init__(self) -> None:
         if self.kind not in ("sum", "gather", "rounds"):
@@ -132,6 +133,15 @@ class Cost:
     def handed_over(self, numel: float) -> float:
         """Bytes of one bucket that one worker gives to its collectives."""
         return self.bytes_per_element * numel + self.head_bytes
+
+    def encode_ms(self, work: Work) -> float:
+        """Of a step, with all that belongs to its buckets."""
+        return self.overhead_ms * len(work.buckets) + self.encode_ns * work.numel / NS_PER_MS
+
+    def decode_ms(self, work: Work, n_messages: int) -> float:
+        """Of a step; so many messages are gathered, where they are."""
+        messages_ns = self.decode_message_ns * n_messages if self.kind == "gather" else 0.0
+        return (self.decode_ns + messages_ns) * work.numel / NS_PER_MS
 
 
 @dataclass(frozen=True)

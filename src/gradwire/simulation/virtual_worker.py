@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gradwire.errors import AttachError, GradwireError
 from gradwire.layout import Layout, in_shape
 from gradwire.moments import Recorder
-from gradwire.moments.capturing import Capturing
-from gradwire.moments.graphed import stand_ins
+from gradwire.moments.cuda_graphs.captured_moments import CapturedMoments
+from gradwire.moments.cuda_graphs.graphed_forward import stand_ins
 
 Loss = Callable[..., Tensor]  # (module, *batch) -> the worker's loss
 UNUSED = (
@@ -78,24 +78,24 @@ class VirtualWorker:
         """Nothing that runs in here is a step: buffers and the recorder are as before after it."""
         held = [(buffer, buffer.clone()) for buffer in self.module.buffers()]
         if self.recorder is not None:
-            self.recorder.capturing = Capturing(self.recorder)
+            self.recorder.passes.capturing = CapturedMoments(self.recorder)
         try:
             yield
         finally:
             if self.recorder is not None:
-                self.recorder.capturing = None
-                self.recorder.begin_step(self.recorder.step)
+                self.recorder.passes.capturing = None
+                self.recorder.passes.begin_step(self.recorder.passes.step)
             with torch.no_grad():
                 for buffer, value in held:
                     buffer.copy_(value)
 
     def survey(self, loss: Loss, batch: Sequence[Tensor]) -> None:
         """Passes before the capture: they compile, and tell which parameters are used more than once."""
-        if self.recorder is None or self.recorder.capturing is None:
+        if self.recorder is None or self.recorder.passes.capturing is None:
             for _ in range(2):
                 torch.autograd.grad(loss(self.module, *batch), list(self.parameters.values()), allow_unused=True)
             return
-        self.recorder.capturing.survey(lambda *given: loss(self.module, *given), batch)
+        self.recorder.passes.capturing.survey(lambda *given: loss(self.module, *given), batch)
 
     def record(self, loss: Loss, batch: Sequence[Tensor]) -> Tensor:
         """The pass that is captured: what `backward` does, on the stream and in the memory of the graph."""
@@ -110,7 +110,7 @@ class VirtualWorker:
         return value.detach()
 
     def _collect_moments(self, recorder: Recorder) -> None:
-        capturing = recorder.capturing
+        capturing = recorder.passes.capturing
         assert capturing is not None
         if not capturing.complete():
             missing = [name for name in self.parameters if name not in capturing.moments or name in capturing.doubts]
@@ -119,4 +119,4 @@ class VirtualWorker:
                 "simulate(..., capture=False)"
             )
         moments = [capturing.moments[slot.name].moment for slot in self._slots]
-        torch._foreach_copy_([recorder.ledgers[slot.name].in_place() for slot in self._slots], moments)
+        torch._foreach_copy_([recorder.accounts[slot.name].in_place() for slot in self._slots], moments)

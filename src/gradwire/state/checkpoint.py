@@ -33,49 +33,43 @@ HEAD: dict[str, type] = {
 }
 
 
-def state_dict(link: Reducer) -> dict[str, Any]:
+def state_dict(reducer: Reducer) -> dict[str, Any]:
     """One rank's state: numbers, strings and tensors only."""
     return {
         "format": FORMAT,
-        "compressor": repr(link.compressor),
-        "world_size": link.world_size,
-        "rank": dist.get_rank(link.group),
-        "step": link.steps,
-        "since_dense": link.capacity.since_dense,
-        "passed": dict(link.capacity.passed),
-        "step_ns": link.budget.step_ns,
-        "powers": dict(link.store.powers),
-        "parameters": _parameters(link),
+        "compressor": repr(reducer.compressor),
+        "world_size": reducer.world_size,
+        "rank": dist.get_rank(reducer.group),
+        "step": reducer.steps,
+        "since_dense": reducer.capacity.since_dense,
+        "passed": dict(reducer.capacity.passed),
+        "step_ns": reducer.budget.step_ns,
+        "powers": dict(reducer.store.powers),
+        "parameters": _parameters(reducer),
     }
 
 
-def _parameters(link: Reducer) -> dict[str, dict[str, Tensor]]:
+def _parameters(reducer: Reducer) -> dict[str, dict[str, Tensor]]:
     """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
-    held, fields = dict(link.store.items()), link.store.powers
+    held, fields = dict(reducer.store.items()), reducer.store.powers
     if not fields:
         return {}
-    return {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in link.parameters.items()}
+    return {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in reducer.parameters.items()}
 
 
 def at_rest(held: Mapping[str, Tensor], powers: Mapping[str, int], parameter: Tensor) -> dict[str, Tensor]:
-    """One parameter's fields as they go into a file."""
+    """One parameter's fields as they go into a file: copies, as a view would take the whole bucket's storage along."""
     found: dict[str, Tensor] = {}
     for field, power in powers.items():
         value = held.get(field)
-        if power != SAME:
-            found[field] = _nothing(parameter) if value is None else _at_rest(value, parameter)
-        elif value is not None:
-            found[field] = value.clone()
+        if power == SAME:
+            if value is not None:
+                found[field] = value.clone()
+        elif value is None:  # nothing is held back
+            found[field] = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        else:
+            found[field] = in_shape(value, parameter).clone(memory_format=torch.contiguous_format)
     return found
-
-
-def _nothing(parameter: Tensor) -> Tensor:
-    return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-
-
-def _at_rest(flat: Tensor, parameter: Tensor) -> Tensor:
-    """A copy in the parameter's shape: a view would take the whole bucket's storage into the file."""
-    return in_shape(flat, parameter).clone(memory_format=torch.contiguous_format)
 
 
 def _in_flight(value: Tensor, parameter: Tensor) -> Tensor:
@@ -85,23 +79,18 @@ def _in_flight(value: Tensor, parameter: Tensor) -> Tensor:
     return flat
 
 
-def _alike(value: Tensor, parameter: Tensor) -> Tensor:
-    """A copy of its own, in its own shape, on the parameter's device."""
-    return value.to(parameter.device, copy=True)
-
-
-def load_state_dict(link: Reducer, state: Mapping[str, Any], *, strict: bool = False) -> None:
+def load_state_dict(reducer: Reducer, state: Mapping[str, Any], *, strict: bool = False) -> None:
     """Checks on every rank first, and changes nothing unless all can go on."""
     problem: CheckpointError | None = None
     try:
         check(state)
-        if (state["world_size"], state["rank"]) != (link.world_size, dist.get_rank(link.group)):
+        if (state["world_size"], state["rank"]) != (reducer.world_size, dist.get_rank(reducer.group)):
             raise CheckpointError(
                 f"this is the state of rank {state['rank']} of {state['world_size']}, not of rank "
-                f"{dist.get_rank(link.group)} of {link.world_size}: save with gradwire.save and load with "
+                f"{dist.get_rank(reducer.group)} of {reducer.world_size}: save with gradwire.save and load with "
                 "gradwire.load, or use gradwire.reshard"
             )
-        fields = match(link.parameters, state, strict)
+        fields = match(reducer.parameters, state, strict)
     except CheckpointError as error:
         problem = error
     except Exception as error:  # whatever a damaged file makes torch raise: the other ranks wait to hear of it
@@ -110,31 +99,31 @@ def load_state_dict(link: Reducer, state: Mapping[str, Any], *, strict: bool = F
     if problem is None:
         counts = sorted(state["passed"].items())
         facts["checkpoint"] += f", step {state['step']}, {state.get('step_ns')} ns, capacity {counts}"
-    together(link, facts, problem)
-    apply(link, state, fields)
+    all_or_none(reducer, facts, problem)
+    apply(reducer, state, fields)
 
 
-def together(link: Reducer, facts: dict[str, str], problem: CheckpointError | None) -> None:
+def all_or_none(reducer: Reducer, facts: dict[str, str], problem: CheckpointError | None) -> None:
     """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective."""
     try:
-        agree(link.group, facts, link.device)
+        agree(reducer.group, facts, reducer.device)
     except DisagreementError as error:
         raise problem or CheckpointError(f"another rank cannot use its checkpoint: {error}") from problem
     if problem is not None:
         raise problem
 
 
-def apply(link: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
-    """Replaces the link's state by one that was checked."""
-    link.store.set(fields, dict(state["powers"]))
-    link.steps = state["step"]
-    sizes = {name: parameter.numel() for name, parameter in link.parameters.items()}
-    link.capacity.passed = {n: min(count, sizes[n]) for n, count in state["passed"].items() if n in sizes}
-    link.capacity.since_dense = state["since_dense"]
-    link.budget.restore(state.get("step_ns", 0))
-    link.skip_step()
-    if link.recorder is not None:
-        link.recorder.begin_step(link.steps)
+def apply(reducer: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
+    """Replaces the reducer's state by one that was checked."""
+    reducer.store.set(fields, dict(state["powers"]))
+    reducer.steps = state["step"]
+    sizes = {name: parameter.numel() for name, parameter in reducer.parameters.items()}
+    reducer.capacity.passed = {n: min(count, sizes[n]) for n, count in state["passed"].items() if n in sizes}
+    reducer.capacity.since_dense = state["since_dense"]
+    reducer.budget.restore(state.get("step_ns", 0))
+    reducer.skip_step()
+    if reducer.recorder is not None:
+        reducer.recorder.passes.begin_step(reducer.steps)
 
 
 def check(state: Any) -> None:
@@ -186,7 +175,9 @@ def match(ours: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool) ->
                 raise CheckpointError(f"{field} of {name} has shape {came} in the checkpoint, expected {expected}")
     return {
         name: {
-            field: _alike(value, ours[name]) if state["powers"][field] == SAME else _in_flight(value, ours[name])
+            field: value.to(ours[name].device, copy=True)
+            if state["powers"][field] == SAME
+            else _in_flight(value, ours[name])
             for field, value in saved[name].items()
         }
         for name in ours
@@ -205,10 +196,10 @@ def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[s
         raise CheckpointError(f"reshard needs the states of all ranks in order, got {[s['rank'] for s in states]}")
     if len({s["step"] for s in states}) > 1:
         raise CheckpointError(f"the states are of different steps: {[s['step'] for s in states]}")
-    return [joined(states[0], states[rank::world_size], rank, world_size) for rank in range(world_size)]
+    return [merged(states[0], states[rank::world_size], rank, world_size) for rank in range(world_size)]
 
 
-def joined(like: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
+def merged(like: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
     """One new rank's state out of the old ranks that come together in it: old rank w goes to new rank w mod W'.
 
     A field of power p becomes k^p times the sum, k = W'/W, so that the mean over the workers of what they hold back is

@@ -103,7 +103,7 @@ class _Reader(FileSystemReader):
             raise CheckpointError(
                 f"the checkpoint in {self.folder} has no {manifest.NAME}: saving was cut short, or a gradwire saved it "
                 "that kept no digests, and nothing tells whether it is what was written. If you know that it is: "
-                f"python -c \"from gradwire import manifest; manifest.seal('{self.folder}')\""
+                f"python -c \"from gradwire.state import manifest; manifest.seal('{self.folder}')\""
             )
         return manifest.read(self.folder)
 
@@ -115,17 +115,17 @@ class _Reader(FileSystemReader):
 
 def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
     """Writes the state of all ranks into `directory`, which is this checkpoint's own. Collective."""
-    link, folder = wire._live(), Path(directory)
-    rank = dist.get_rank(link.group)
-    _prepared(link, lambda: _clear(folder) if rank == 0 else None)
+    reducer, folder = wire._live(), Path(directory)
+    rank = dist.get_rank(reducer.group)
+    _prepared(reducer, lambda: _clear(folder) if rank == 0 else None)
     try:
         writer = FileSystemWriter(os.fspath(directory))
-        state_dict_saver.save(sharded_state(wire), storage_writer=writer, process_group=link.group)
+        state_dict_saver.save(sharded_state(wire), storage_writer=writer, process_group=reducer.group)
     except CheckpointException as error:  # it derives from BaseException
         raise CheckpointError(f"the checkpoint could not be written to {directory}: {error}") from error
-    mine = _prepared(link, lambda: _entry(folder / _file(rank)))
-    entries = _gathered(mine, link)
-    _prepared(link, lambda: _seal(folder, entries) if rank == 0 else None)
+    mine = _prepared(reducer, lambda: _entry(folder / _file(rank)))
+    entries = _gathered(mine, reducer)
+    _prepared(reducer, lambda: _seal(folder, entries) if rank == 0 else None)
 
 
 def _clear(folder: Path) -> None:
@@ -152,13 +152,13 @@ def _entry(path: Path) -> bytes:
     return ENTRY.pack(found["bytes"], bytes.fromhex(found["sha256"]))
 
 
-def _gathered(mine: bytes, link: Reducer) -> list[bytes]:
+def _gathered(mine: bytes, reducer: Reducer) -> list[bytes]:
     """Every rank's, in rank order: each digests what it wrote itself, on a disk that may be its own."""
-    device = link.device if dist.get_backend(link.group) == "nccl" else torch.device("cpu")
+    device = reducer.device if dist.get_backend(reducer.group) == "nccl" else torch.device("cpu")
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    arrived = sent.new_empty(link.world_size * len(sent))
-    all_gather(arrived, sent, group=link.group)
-    return [bytes(part.tolist()) for part in arrived.cpu().chunk(link.world_size)]
+    arrived = sent.new_empty(reducer.world_size * len(sent))
+    all_gather(arrived, sent, group=reducer.group)
+    return [bytes(part.tolist()) for part in arrived.cpu().chunk(reducer.world_size)]
 
 
 def _seal(folder: Path, entries: list[bytes]) -> None:
@@ -185,20 +185,20 @@ def sharded_state(wire: Wire) -> dict[str, Tensor]:
 
 def load(wire: Wire, directory: str | os.PathLike[str], strict: bool = False) -> None:
     """Goes on from `directory`, on as many workers as there are now. Collective."""
-    link = wire._live()
+    reducer = wire._live()
     reader = _Reader(Path(directory))
-    raw, metadata = _prepared(link, lambda: _open(reader))
-    _read(reader, {HEAD: raw}, link.group)
-    rank, new = dist.get_rank(link.group), link.world_size
-    head, wanted = _prepared(link, lambda: _plan(reader, raw, metadata, link, rank))
-    _read(reader, wanted, link.group)
-    wire.load_state_dict(_prepared(link, lambda: _ours(head, wanted, rank, new)), strict=strict)
+    raw, metadata = _prepared(reducer, lambda: _open(reader))
+    _read(reader, {HEAD: raw}, reducer.group)
+    rank, new = dist.get_rank(reducer.group), reducer.world_size
+    head, wanted = _prepared(reducer, lambda: _plan(reader, raw, metadata, reducer, rank))
+    _read(reader, wanted, reducer.group)
+    wire.load_state_dict(_prepared(reducer, lambda: _ours(head, wanted, rank, new)), strict=strict)
 
 
 T = TypeVar("T")
 
 
-def _prepared(link: Reducer, work: Callable[[], T]) -> T:
+def _prepared(reducer: Reducer, work: Callable[[], T]) -> T:
     """What this rank does alone before a collective; all ranks go on, or all raise."""
     problem: CheckpointError | None = None
     try:
@@ -209,7 +209,7 @@ def _prepared(link: Reducer, work: Callable[[], T]) -> T:
         problem = CheckpointError(f"the checkpoint cannot be read or written: {error}")
     except Exception as error:
         problem = CheckpointError(f"the checkpoint is damaged: {error!r}")
-    checkpoint.together(link, {"checkpoint": str(problem or "good")}, problem)
+    checkpoint.all_or_none(reducer, {"checkpoint": str(problem or "good")}, problem)
     return result
 
 
@@ -225,14 +225,14 @@ def _open(reader: _Reader) -> tuple[Tensor, Metadata]:
 
 
 def _plan(
-    reader: _Reader, raw: Tensor, metadata: Metadata, link: Reducer, rank: int
+    reader: _Reader, raw: Tensor, metadata: Metadata, reducer: Reducer, rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The head, and room for the tensors that this rank wants of it."""
     head = json.loads(bytes(raw.tolist()))
     checkpoint.check({**head, "rank": 0, "parameters": {}})
     # rank 0 gives the shapes to a new rank that starts from zero
-    sources = {*range(rank, head["world_size"], link.world_size), 0}
-    largest = max((parameter.numel() for parameter in link.parameters.values()), default=0)
+    sources = {*range(rank, head["world_size"], reducer.world_size), 0}
+    largest = max((parameter.numel() for parameter in reducer.parameters.values()), default=0)
     wanted = {}
     for key in (_key(source, name, field) for source in sources for name, fs in head["fields"].items() for field in fs):
         size = _shape(metadata, key)
@@ -268,7 +268,7 @@ def _ours(head: dict[str, Any], tensors: dict[str, Tensor], rank: int, world_siz
     states = [_state(head, source, tensors) for source in range(rank, head["world_size"], world_size)]
     if head["world_size"] == world_size:
         return states[0]
-    return checkpoint.joined(_state(head, 0, tensors), states, rank, world_size)
+    return checkpoint.merged(_state(head, 0, tensors), states, rank, world_size)
 
 
 def _state(head: dict[str, Any], rank: int, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import CheckpointError
-from gradwire.state.files import sha256, sync, write_atomic
+from gradwire.state.durable_files import sha256, sync, write_atomic
 
 NAME, FORMAT = "manifest.json", 1
 Entry = dict[str, Any]  # "bytes" and "sha256" of a file

@@ -50,15 +50,16 @@ def decide_tile(
     g: Array,
     m: Array | None,
     flags: Array,
-    alpha: np.float32,
-    zeta: np.float32,
+    test: tuple[np.float32, np.float32, np.float32, np.float32],
     least: np.float32,
-    floor_square: np.float32,
+    scored: bool,
+    limit: np.float32,
 ) -> None:
     """r += g, v += m, and v decays where the element does not pass; flags: PASSES, BAD, or 0.
 
-    A bad value adds nothing. No sum, no maximum, no branch: so the loop is vectorized whole.
+    limit: of the scores where these decide (limits.py). No sum, no maximum, no branch: so the loop is vectorized whole.
     """
+    alpha, zeta, _, floor_square = test
     for i in range(r.size):
         a, b = r[i] + g[i], ZERO
         good = abs(a) <= LARGEST
@@ -67,35 +68,8 @@ def decide_tile(
             good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
             b = b if good else v[i]
         a = a if good else r[i]
-        passes = (a * a > b * alpha + floor_square) & (abs(a) >= least)
-        r[i] = a
-        if v is not None:
-            v[i] = b if passes else b * zeta
-        flags[i] = np.uint8(passes) | np.uint8(not good) << np.uint8(1)
-
-
-@machine_code
-def decide_tile_by_score(
-    r: Array,
-    v: Array | None,
-    g: Array,
-    m: Array | None,
-    flags: Array,
-    alpha: np.float32,
-    zeta: np.float32,
-    least: np.float32,
-    limit: np.float32,
-) -> None:
-    """As `decide_tile`, where the score decides; its limit as a float32 (limits.py)."""
-    for i in range(r.size):
-        a, b = r[i] + g[i], ZERO
-        good = abs(a) <= LARGEST
-        if v is not None:
-            b = v[i] + m[i]
-            good = (abs(a) <= LARGEST) & (abs(b) <= LARGEST)
-            b = b if good else v[i]
-        a = a if good else r[i]
-        passes = (a * a - b * alpha >= limit) & (abs(a) >= least)
+        enough = a * a - b * alpha >= limit if scored else a * a > b * alpha + floor_square
+        passes = enough & (abs(a) >= least)
         r[i] = a
         if v is not None:
             v[i] = b if passes else b * zeta
@@ -181,19 +155,17 @@ def stream(
     """
     flags = np.zeros(TILE, np.uint8)
     eights = flags.view(np.uint64)
-    (alpha, zeta, least, floor_square), (half, top_half) = test, window
+    (_, _, least, _), (half, top_half) = test, window
     for segment in range(first, last):
         begin, end = begins[segment], ends[segment] if live[segment] else begins[segment]
         whole = slice(begin, end)
         found = places[whole], old_residual[whole], part(old_variance, whole)
         n_found, wrong, top, bound = np.uint64(0), np.uint64(0), np.int32(0), least
+        limit = limits[segment] if limits.size > 0 else ZERO
         for tile in range(begin, end, TILE):
             here = slice(tile, min(tile + TILE, end))
             r, v, g, m = residual[here], part(variance, here), grad[here], part(moment, here)
-            if limits.size > 0:
-                decide_tile_by_score(r, v, g, m, flags, alpha, zeta, bound, limits[segment])
-            else:
-                decide_tile(r, v, g, m, flags, alpha, zeta, bound, floor_square)
+            decide_tile(r, v, g, m, flags, test, bound, limits.size > 0, limit)
             flags[r.size :] = 0
             for i in range(eights.size):
                 wrong |= eights[i]
@@ -216,10 +188,7 @@ def score_tile(
     alpha: np.float32,
     least: np.float32,
 ) -> None:
-    """The bin of every element; r and v stay as they are. No branch, so both loops are vectorized whole.
-
-    As in `decide_tile` a bad value adds nothing.
-    """
+    """The bin of every element; r and v stay as they are. No branch, so both loops are vectorized whole."""
     bits = scores.view(np.int32)
     for i in range(r.size):
         a, b = r[i] + g[i], ZERO

@@ -20,7 +20,7 @@ from gradwire.codec.cpu import decide, pack
 from gradwire.codec.cpu.decide import MAGNITUDE, ONE, ZERO
 from gradwire.codec.cpu.head import write_head
 from gradwire.codec.form import Shape
-from gradwire.codec.interface import GOLDEN, NOTHING, ROUNDING, WINDOW, Encoded, Rule, Selection
+from gradwire.codec.interface import GOLDEN, NOTHING, ROUNDING, WINDOW, Encoded, Inputs, Rule, Selection
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.segments import Segments
 from gradwire.compile.threads import shared
@@ -327,19 +327,9 @@ class Chosen:
     undo: Callable[[], None]
 
 
-def encode(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    shape: Shape,
-    rule: Rule,
-    step: int,
-) -> Encoded:
+def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
     """As `reference.encode`: one pass over the bucket (with a density, two), and then over those that passed."""
-    state = (grad, moment, residual, variance, active)
-    chosen = _choose(*state, shape.layout, rule, shape.capacity, step, shape.chunk)
+    chosen = _choose(inputs, shape.layout, rule, shape.capacity, step, shape.chunk)
     message, found = np.zeros(shape.words, np.int32), chosen.found
     counts: Array | int = 0  # blocks count for themselves
     orders, body = None, message[shape.body]
@@ -359,20 +349,9 @@ def encode(
     return Encoded(torch.from_numpy(message), codes, exponents, passed, chosen.undo, places)
 
 
-def select(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    layout: Layout,
-    rule: Rule,
-    capacity: Sequence[int],
-    step: int,
-    chunk: int,
-) -> Selection:
+def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Selection:
     """As `reference.select`."""
-    chosen = _choose(grad, moment, residual, variance, active, layout, rule, capacity, step, chunk)
+    chosen = _choose(inputs, layout, rule, capacity, step, chunk)
     words = np.zeros(sum(capacity), np.int32)
     counts = _words(chosen, chunk, words)
     codes, exponents, passed = map(torch.from_numpy, (chosen.codes, chosen.exponents, chosen.passed))
@@ -388,19 +367,9 @@ def _words(chosen: Chosen, chunk: int, words: Array) -> Array:
     return np.bincount(segments.chunks, found.counts, minlength=segments.n_chunks).astype(np.int32)
 
 
-def _choose(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    layout: Layout,
-    rule: Rule,
-    capacity: Sequence[int],
-    step: int,
-    chunk: int,
-) -> Chosen:
+def _choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Chosen:
     """Steps 2 to 4 but for the message."""
+    grad, moment, residual, variance, active = inputs
     n_threads = torch.get_num_threads()
     segments = layout.kept.get((Segments, n_threads, chunk)) or Segments.of(layout, n_threads, chunk)
     found = Candidates.take(segments, layout.numel, variance is not None)
@@ -408,8 +377,8 @@ def _choose(
     if v is not None and moment is not None:
         m = moment.numpy()
     lists = (found.places, found.residual, found.variance)
-    inputs = (r, v, grad.numpy(), m)
-    tops, finite = decide.accumulate_and_decide(segments, inputs, active, layout, rule, lists, found.counts)
+    arrays = (r, v, grad.numpy(), m)
+    tops, finite = decide.accumulate_and_decide(segments, arrays, active, layout, rule, lists, found.counts)
     few = int(found.counts.sum()) < FEW
     exponents, sent = _classify(found, tops, rule, few)
     asked = np.empty((segments.n_slots, WINDOW + 1), np.int32)

@@ -26,7 +26,7 @@ from gradwire.codec.gpu.head import seal
 from gradwire.codec.gpu.pack import pack
 from gradwire.codec.gpu.scores import limited
 from gradwire.codec.header import Parts
-from gradwire.codec.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Encoded, Rule, Selection
+from gradwire.codec.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Encoded, Inputs, Rule, Selection
 from gradwire.compile.launching import UNFUSED
 from gradwire.compile.tiles import Tiles, on_device, tiles_of
 from gradwire.layout import Layout
@@ -63,19 +63,9 @@ SCAN = 4096  # groups that the one program of `scan` looks at together
 APART = kinds.APART.value
 
 
-def encode(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
-    shape: Shape,
-    rule: Rule,
-    step: int,
-) -> Encoded:
+def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
     """As `reference.encode`."""
-    state = (grad, moment, residual, variance, active)
-    chosen = select(*state, shape.layout, rule, shape.capacity, step, shape.chunk)
+    chosen = select(inputs, shape.layout, rule, shape.capacity, step, shape.chunk)
     orders, body, counts = None, chosen.words, chosen.counts
     if shape.blocks is not None:
         orders, body = pack(chosen.words, counts, chosen.codes, shape.blocks, shape.chunk)
@@ -86,11 +76,7 @@ def encode(
 
 
 def select(
-    grad: Tensor,
-    moment: Tensor | None,
-    residual: Tensor,
-    variance: Tensor | None,
-    active: Tensor | None,
+    inputs: Inputs,
     layout: Layout,
     rule: Rule,
     capacity: Sequence[int],
@@ -100,6 +86,7 @@ def select(
 ) -> Selection:
     """As `reference.select`: one pass over the bucket (with a density, two), then short kernels over who passed."""
     assert tiling.size < 256 * LANES, "a lane counts its candidates of a class in eight bits"
+    grad, moment, residual, variance, active = inputs
     tiles = tiles_of(layout, residual.device, chunk, tiling.size, tiling.group)
     n_words, n_slots = sum(capacity), len(layout)
     report = _report(n_words, n_slots, tiles.n_chunks, residual.device)
@@ -118,8 +105,8 @@ def select(
     sizes, by_group = {"size": tiling.size, "group": tiling.group}, (tiles.n_groups,)
     many = {"num_warps": tiling.warps, "maxnreg": tiling.registers, **sizes, **UNFUSED}
     for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
-        inputs = (grad, moment, *records, kinds.Visit(*visit))
-        streaming.stream_kernel[(len(visit[0]),)](*inputs, all_live=active is None, whole=whole, **many)
+        given = (grad, moment, *records, kinds.Visit(*visit))
+        streaming.stream_kernel[(len(visit[0]),)](*given, all_live=active is None, whole=whole, **many)
     streaming.classify_kernel[by_group](*records, lanes=LANES, **sizes, **UNFUSED)
     sharing.share_kernel[(n_slots,)](*records, report, **sizes, num_warps=8, **UNFUSED)
     sharing.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)

@@ -1,4 +1,4 @@
-"""The command line, `gradwire ...`. Thin: one file a command, the work is in gradwire.tools.train."""
+"""The command line, `gradwire ...`. Thin: one file a command, the work is in the folders beside it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated
 import torch
 import typer
 
-from gradwire.tools.cli.demo import demo
-from gradwire.tools.cli.experiment import experiment
-from gradwire.tools.cli.lab import lab
-from gradwire.tools.cli.methods import methods
-from gradwire.tools.cli.plan import plan
-from gradwire.tools.cli.race import race
-from gradwire.tools.cli.replay import replay
-from gradwire.tools.cli.train import train
+from gradwire.tools.cli.demo_command import demo
+from gradwire.tools.cli.experiment_command import experiment
+from gradwire.tools.cli.lab_command import lab
+from gradwire.tools.cli.methods_command import methods
+from gradwire.tools.cli.plan_command import plan
+from gradwire.tools.cli.race_command import race
+from gradwire.tools.cli.replay_command import replay
+from gradwire.tools.cli.train_command import train
 from gradwire.version import __version__
 
 app = typer.Typer(

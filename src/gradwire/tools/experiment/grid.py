@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire.methods import Compressor, from_spec
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.settings import make_compressor
 
 

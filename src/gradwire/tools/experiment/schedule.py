@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 
 KINDS = ("constant", "halving", "cosine")
 

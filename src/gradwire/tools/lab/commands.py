@@ -10,36 +10,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from gradwire.tools.lab.rates import Link, Rate
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.lab.hosts import Hosts
+from gradwire.tools.lab.rates import Link
 from gradwire.tools.train.launch import explain, when
-from gradwire.tools.train.worker import ERROR_FILE
+from gradwire.tools.train.worker_process import ERROR_FILE
 
 LOOK_S = 0.02  # between two looks at the processes
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LAST_LINES = 20
 PORT = 29500  # a lab's ports are all free
-
-
-class Hosts(Protocol):
-    """A Lab, or the loopback in its place."""
-
-    @property
-    def interface(self) -> str: ...
-    def __len__(self) -> int: ...
-    def address(self, host: int) -> str: ...
-    def meeting(self) -> contextlib.AbstractContextManager[dict[str, str]]: ...
-    def set_rate(self, host: int, rate: Rate) -> None: ...
-    def start(
-        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]: ...
 
 
 class CommandError(Exception):

@@ -6,19 +6,16 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Iterator
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from gradwire.tools.lab.namespaces import exit_on_signals
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.lab.hosts import Hosts
 from gradwire.tools.lab.rates import Rate
-from gradwire.tools.train.errors import InputError
 
 
-class Loopback:
+class Loopback(Hosts):
     """Stands in for a Lab; its hosts have one interface together, which counts nothing by host."""
 
     interface = "lo"
@@ -27,19 +24,10 @@ class Loopback:
         if hosts < 1:
             raise InputError(f"{hosts} hosts: at least 1")
         self._hosts = hosts
-        self._processes: list[subprocess.Popen[Any]] = []
-        self._restore = exit_on_signals()
+        super().__init__()
 
     def __len__(self) -> int:
         return self._hosts
-
-    def __enter__(self) -> Loopback:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def address(self, host: int) -> str:
         """Everybody's."""
@@ -61,15 +49,6 @@ class Loopback:
 
     def set_rate(self, host: int, rate: Rate) -> None:
         """Nothing is shaped here."""
-
-    def start(
-        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]:
-        """As Lab.start."""
-        settings: dict[str, Any] = {"start_new_session": True, **options, "env": {**os.environ, **(env or {})}}
-        process = subprocess.Popen(command, **settings)
-        self._processes.append(process)
-        return process
 
     def close(self) -> None:
         """Kill the processes that were started, and what they have started in their sessions."""

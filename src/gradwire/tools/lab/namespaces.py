@@ -6,20 +6,17 @@ import contextlib
 import itertools
 import json
 import os
-import signal
 import subprocess
-import sys
-import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
 from typing import Any
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import leftovers
+from gradwire.tools.lab.hosts import Hosts
 from gradwire.tools.lab.iproute import call, find, missing
 from gradwire.tools.lab.rates import UNLIMITED, Link, Rate, Rates, parse_link, parse_links, token_bucket
-from gradwire.tools.train.errors import InputError
 
 INTERFACE, BRIDGE = "eth0", "bridge0"
 NETWORK = "10.213.0"  # nothing outside the namespaces sees it, so that several labs may have the same addresses
@@ -47,7 +44,7 @@ class Counters:
         return Counters(*(now - then for now, then in zip(vars(self).values(), vars(before).values(), strict=True)))
 
 
-class Lab:
+class Lab(Hosts):
     """`with Lab(hosts=4, rate="100Mbit") as lab:` hosts that see each other and nothing else of the machine's network.
 
     host n: namespace gradwire-<pid>-<n>, eth0 = 10.213.0.<n+1>  --veth--  bridge in a namespace of its own
@@ -67,10 +64,9 @@ class Lab:
         numbers = [next(_numbers) for _ in range(hosts)]
         self.names = [f"gradwire-{os.getpid()}-{number}" for number in numbers]
         self.bridge = f"{self.names[0]}-bridge"
-        self._processes: list[subprocess.Popen[Any]] = []
         everything = [*self.names, self.bridge]
         leftovers.in_use.update(everything)
-        self._restore = exit_on_signals()
+        super().__init__()
         self._end = weakref.finalize(self, _end, everything, self._processes, os.getpid())
         try:
             self._build()
@@ -80,14 +76,6 @@ class Lab:
 
     def __len__(self) -> int:
         return len(self.names)
-
-    def __enter__(self) -> Lab:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _build(self) -> None:
         for name in (self.bridge, *self.names):
@@ -107,7 +95,6 @@ class Lab:
                 call("ip", "-n", name, "link", "set", "dev", device, "up")
 
     def address(self, host: int) -> str:
-        """The address of a host's interface."""
         return f"{NETWORK}.{host + 1}"
 
     @contextlib.contextmanager
@@ -116,7 +103,6 @@ class Lab:
         yield {}
 
     def set_rate(self, host: int, rate: Rate) -> None:
-        """Change a host's link at once, under whatever runs; what waits in its queue is sent at the new rate."""
         link = parse_link(rate)
         self._shape(host, self.links[host], link)
         self.links[host] = link
@@ -125,18 +111,8 @@ class Lab:
         _shape(self.names[host], INTERFACE, before.up, link.up)
         _shape(self.bridge, _port(host), before.down, link.down)
 
-    def start(
-        self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
-    ) -> subprocess.Popen[Any]:
-        """Start a command on a host, with `env` on top of this process's environment; `options` are Popen's.
-
-        In a session of its own, so that Ctrl-C on the terminal comes here, and the lab ends what runs in it.
-        """
-        prefix = [find("ip") or "ip", "netns", "exec", self.names[host]]
-        settings: dict[str, Any] = {"start_new_session": True, **options, "env": {**os.environ, **(env or {})}}
-        process = subprocess.Popen([*prefix, *command], **settings)
-        self._processes.append(process)
-        return process
+    def _prefix(self, host: int) -> list[str]:
+        return [find("ip") or "ip", "netns", "exec", self.names[host]]
 
     def counters(self, host: int) -> Counters:
         """What the host's interface has sent and received since the lab was built."""
@@ -183,26 +159,3 @@ def _kill(names: list[str], processes: list[subprocess.Popen[Any]]) -> None:
     leftovers.remove(names)
     for process in processes:
         process.wait()
-
-
-def exit_on_signals() -> contextlib.ExitStack:
-    """Make SIGTERM and SIGHUP an exit like any other, that cleans up, until the stack is closed.
-
-    Not where the program has a handler of its own, and not outside the main thread, where Python allows none.
-    """
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    stack = contextlib.ExitStack()
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, leave)
-                stack.callback(_restore, number)
-    return stack
-
-
-def _restore(number: signal.Signals) -> None:
-    with contextlib.suppress(ValueError):  # a lab may be closed by another thread, which may set no handlers
-        signal.signal(number, signal.SIG_DFL)

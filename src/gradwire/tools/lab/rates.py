@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 
 MOST_HOSTS = 250
 UNLIMITED = "unlimited"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.plan.model import Network, predict
-from gradwire.tools.plan.report import Report
+from gradwire.tools.plan.report import PlanReport
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ def refusal(path: Path) -> str:
     return ""
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: PlanReport, path: Path) -> None:
     """Two panels side by side, log axes, the present point marked."""
     import matplotlib
 
@@ -60,7 +60,7 @@ def with_workers(network: Network, workers: int) -> Network:
     return replace(network, workers=workers, curve=curve)
 
 
-def panel(axes: Axes, report: Report, places: Sequence[float], networks: Sequence[Network], now: float) -> None:
+def panel(axes: Axes, report: PlanReport, places: Sequence[float], networks: Sequence[Network], now: float) -> None:
     """A line a method; the chosen one is thick."""
     for number, cost in enumerate(report.costs):
         chosen = cost.spec == report.verdict.chosen

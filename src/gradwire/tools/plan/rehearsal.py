@@ -12,18 +12,16 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.exchange.courier import begin_gather
 from gradwire.layout import Layout
@@ -33,8 +31,8 @@ from gradwire.plan.costs import Dry, usual
 from gradwire.plan.crowding import crowded
 from gradwire.plan.model import FLOAT_BYTES, Cost, Network, Work
 from gradwire.tools.train import optimizers, sharding
-from gradwire.tools.train.settings import Plan
-from gradwire.tools.train.team import Team
+from gradwire.tools.train.settings import TrainingPlan
+from gradwire.tools.train.worker_group import WorkerGroup
 
 WARM = 3  # steps: DDP has its final buckets from the second on
 PLAIN_STEPS, PLAIN_S = 20, 5.0
@@ -60,16 +58,15 @@ class Moment:
 class Rehearsal:
     """One worker's model, data and clock."""
 
-    def __init__(self, plan: Plan, team: Team, progress: Progress) -> None:
-        self.plan, self.team, self.progress = plan, team, progress
-        torch.manual_seed(plan.seed)
-        model = plan.task.make_model().to(team.device)
-        gpu = [team.device.index] if team.device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(model, device_ids=gpu)
+    def __init__(self, plan: TrainingPlan, group: WorkerGroup, progress: Progress) -> None:
+        self.plan, self.group, self.progress = plan, group, progress
+        torch.manual_seed(plan.settings.seed)
+        model = plan.task.make_model().to(group.device)
+        self.ddp = group.wrap(model)
         self.names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        rate = plan.schedule.at(0, team.world)
-        self.optimizer = optimizers.make(plan.optimizer, model.parameters(), rate, plan.weight_decay)
+        rate = plan.schedule.at(0, group.world)
+        self.optimizer = optimizers.make(plan.settings.optimizer, model.parameters(), rate, plan.weight_decay)
         self.recorder: Recorder | None = None
         self.number = 0
         self.layouts: list[Layout] = []
@@ -77,23 +74,19 @@ class Rehearsal:
         self.moments: list[Tensor] = []
         self.ready: list[float] = []
         self.pool = ThreadPoolExecutor(1)  # in the courier's place
-        self.samples = self._samples()
+        where = (group.rank, group.world, plan.batch)
+        self.samples = sharding.endless(plan.task.samples, plan.settings.seed, *where)
         self.ddp.register_comm_hook(self, take)
-
-    def _samples(self) -> Iterator[Tensor]:
-        plan, team = self.plan, self.team
-        for epoch in count():
-            order = sharding.epoch_order(plan.task.samples, plan.seed, epoch)
-            yield from sharding.batches(order, team.rank, team.world, plan.batch)
 
     def step(self) -> Moment:
         """One step of the training of this worker alone."""
         self.layouts, self.buffers, self.ready = [], [], []
         if self.recorder is not None:
-            self.recorder.begin_step(self.number)
+            self.recorder.passes.begin_step(self.number)
         self.number += 1
         begin = self._now()
-        inputs, targets = (tensor.to(self.team.device) for tensor in self.plan.task.batch(next(self.samples)))
+        _, indices = next(self.samples)
+        inputs, targets = (tensor.to(self.group.device) for tensor in self.plan.task.batch(indices))
         self.optimizer.zero_grad(set_to_none=True)
         loss = self.plan.task.loss(self.ddp(inputs), targets)
         forward = self._now()
@@ -107,15 +100,15 @@ class Rehearsal:
     def several(self, what: str, most: int, most_s: float, each: Callable[[], None] = lambda: None) -> list[Moment]:
         """Steps after some to warm up, until there are enough or a worker has had its time."""
         moments = []
-        self.team.barrier()
+        self.group.barrier()
         begin = time.perf_counter()
         for number in range(WARM + most):
             moments.append(self.step())
             each()
             self.progress(what, number + 1, WARM + most)
             if number > WARM and number % LOOK == 0:
-                late = torch.tensor([float(time.perf_counter() - begin > most_s)], device=self.team.device)
-                if bool(self.team.sum(late) > 0):
+                late = torch.tensor([float(time.perf_counter() - begin > most_s)], device=self.group.device)
+                if bool(self.group.sum(late) > 0):
                     break
         return moments[WARM:]
 
@@ -123,10 +116,10 @@ class Rehearsal:
         """All that is measured; the same on every worker. network: the link as it is now."""
         plain = self.several("plain steps", PLAIN_STEPS, PLAIN_S)
         work = self._work(plain)
-        self.moments = [torch.ones(layout.numel, device=self.team.device) for layout in self.layouts]
+        self.moments = [torch.ones(layout.numel, device=self.group.device) for layout in self.layouts]
         if any(method.needs_moments for _, method in methods):
             self._record()
-        world, device = self.team.world, self.team.device
+        world, device = self.group.world, self.group.device
         dry = {spec: Dry(method, self.layouts, world, device, self._largest) for spec, method in methods}
         settling = [one for one in dry.values() if one.compressor.needs_room]
         if settling:
@@ -170,22 +163,22 @@ class Rehearsal:
                 took[spec].append(once())
             self.progress("laps", number + 1, 1 + LAPS)
             late = number > WARM and time.perf_counter() - begin > LAPS_S * len(timed)
-            if self.team.tell(int(late))[0]:  # rank 0 says it for all
+            if self.group.tell(int(late))[0]:  # rank 0 says it for all
                 break
         own = torch.tensor([statistics.median(times[1:]) for times in took.values()], dtype=torch.float64)
-        slowest = self.team.gather(own).amax(0).tolist() if timed else []
+        slowest = self.group.gather(own).amax(0).tolist() if timed else []
         return dict(zip(timed, slowest, strict=True))
 
     def _lap(self, method: Dry | None) -> float:
         """From barrier to barrier, a step with this method's encode and decode in a thread; None: without."""
-        self.team.barrier()
+        self.group.barrier()
         begin = self._now()
         self.step()
         if method is not None and method.kind == "sum":
             method.step(self.buffers, self.moments, lean=True)
         elif method is not None:
             self.pool.submit(method.step, self.buffers, self.moments, lean=True).result()
-        self.team.barrier()
+        self.group.barrier()
         return self._now() - begin
 
     def _meetings_ms(self, cost: Cost, network: Network) -> float:
@@ -202,9 +195,9 @@ class Rehearsal:
             self._meet(cost, round(MET_BYTES / cost.bytes_per_element))
             return None
         assert dist.group.WORLD is not None
-        out = message.new_empty(self.team.world * len(message))
+        out = message.new_empty(self.group.world * len(message))
         begin_gather(out, message, dist.group.WORLD).wait()
-        return out.view(self.team.world, -1)
+        return out.view(self.group.world, -1)
 
     def _meet(self, cost: Cost, numel: int) -> None:
         """In the place of a collective: one of about as many bytes, of nothing."""
@@ -212,11 +205,11 @@ class Rehearsal:
             return
         assert dist.group.WORLD is not None
         n_bytes = min(cost.handed_over(numel) / cost.rounds, MET_BYTES)
-        own = torch.zeros(max(self.team.world, round(n_bytes / FLOAT_BYTES)), device=self.team.device)
+        own = torch.zeros(max(self.group.world, round(n_bytes / FLOAT_BYTES)), device=self.group.device)
         if cost.kind == "rounds":
             dist.all_reduce(own)
         else:
-            begin_gather(own.new_empty(self.team.world * len(own)), own, dist.group.WORLD).wait()
+            begin_gather(own.new_empty(self.group.world * len(own)), own, dist.group.WORLD).wait()
 
     def _work(self, moments: Sequence[Moment]) -> Work:
         """Of the worker that the others wait for."""
@@ -227,30 +220,30 @@ class Rehearsal:
             min(1.0, statistics.median(one.ready[number] / one.backward for one in kept))
             for number in range(len(self.layouts))
         ]
-        rows = self.team.gather(torch.tensor([*own, *shares], dtype=torch.float64)).tolist()
+        rows = self.group.gather(torch.tensor([*own, *shares], dtype=torch.float64)).tolist()
         forward, backward, after, *ready = max(rows, key=lambda row: sum(row[:3]))
-        beside = 1.0 if self.team.device.type == "cuda" else 0.0  # on a CPU the courier needs the backward's cores
+        beside = 1.0 if self.group.device.type == "cuda" else 0.0  # on a CPU the courier needs the backward's cores
         buckets = tuple(layout.numel for layout in self.layouts)
         return Work(buckets, forward, backward, after, tuple(ready), beside)
 
     def _slowest(self, moments: Sequence[Moment]) -> float:
         """Forward + backward in ms."""
         own = usual(one.forward + one.backward for one in moments)
-        return float(self.team.gather(torch.tensor([own], dtype=torch.float64)).max())
+        return float(self.group.gather(torch.tensor([own], dtype=torch.float64)).max())
 
     def _largest(self, counts: list[int]) -> list[int]:
         """Of all workers; so the messages are as long as in a training."""
-        return [int(count) for count in self.team.gather(torch.tensor(counts)).amax(0).tolist()]
+        return [int(count) for count in self.group.gather(torch.tensor(counts)).amax(0).tolist()]
 
     def _agreed(self, cost: Cost) -> Cost:
         """The median of all workers, number by number."""
         names = ("bytes_per_element", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms")
-        rows = self.team.gather(torch.tensor([getattr(cost, name) for name in names], dtype=torch.float64))
+        rows = self.group.gather(torch.tensor([getattr(cost, name) for name in names], dtype=torch.float64))
         columns = rows.T.tolist()
         return replace(cost, **{name: statistics.median(column) for name, column in zip(names, columns, strict=True)})
 
     def _now(self) -> float:
-        self.team.synchronize()
+        self.group.synchronize()
         return 1e3 * time.perf_counter()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -16,7 +14,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from gradwire.plan.choose import Verdict, describe, duration, pays_below
-from gradwire.plan.model import NS_PER_MS, Cost, Network, Work
+from gradwire.plan.model import Cost, Network, Work
+from gradwire.tools.result_files import csv_text, json_text
 
 WIDE = {"encode_ms": "encode", "decode_ms": "decode", "exchange_ms": "exchange", "step_ms": "step"}
 NARROW = {name: WIDE[name] for name in ("exchange_ms", "step_ms")}
@@ -24,7 +23,7 @@ LEAST = {"step_ms": WIDE["step_ms"]}
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """All that was measured or given, and what follows from it."""
 
     title: str
@@ -39,12 +38,11 @@ class Report:
         rows = []
         for cost in self.costs:
             found = self.verdict.predictions[cost.spec]
-            encode_ms, decode_ms = times_of(cost, self.work, self.network)
             row = {
                 "method": cost.spec,
                 "bytes_a_step": sum(cost.handed_over(numel) for numel in self.work.buckets),
-                "encode_ms": encode_ms,
-                "decode_ms": decode_ms,
+                "encode_ms": cost.encode_ms(self.work),
+                "decode_ms": cost.decode_ms(self.work, self.network.workers),
                 "exchange_ms": found.exchange_ms,
                 "step_ms": found.step_ms,
                 "against_best": found.step_ms / self.verdict.predictions[best.spec].step_ms - 1,
@@ -52,6 +50,7 @@ class Report:
                 "bytes_on_link": found.bytes_on_link,
                 "wire_ms": found.wire_ms,
                 "chosen": cost.spec == self.verdict.chosen,
+                "guess": cost.guess,
             }
             rows.append(row)
         return rows
@@ -75,6 +74,7 @@ class Report:
         """One row a method; the chosen one is bold."""
         best, work, network = self.best_cast(), self.work, self.network
         buckets = f"{len(work.buckets)} bucket{'s' if len(work.buckets) != 1 else ''}"
+        guessed = any(cost.guess for cost in self.costs)
         hidden = ", ".join(name for key, name in WIDE.items() if key not in times)
         shown = Table(
             title=f"{self.title}: {work.numel:,} parameters in {buckets}; {describe(network)}, "
@@ -83,6 +83,7 @@ class Report:
             caption=f"A step alone: forward {duration(work.forward_ms)}, backward {duration(work.backward_ms)}, "
             f"after it {duration(work.after_ms)}. Sent: by one worker, to the collectives. Exchange: from the first "
             f"bucket ready to the last one back, beside the backward as far as it goes."
+            + (" *: nobody has measured this method; its times are those of a usual one." if guessed else "")
             + (f" Not shown: {hidden}; --csv has all, and a wider screen." if hidden else ""),
             caption_justify="left",
         )
@@ -92,6 +93,7 @@ class Report:
         for row in self.rows():
             against = "-" if row["method"] == best.spec else f"{100 * row['against_best']:+.1f} %"
             name = re.sub(r"(?<=[:,])", "\n  ", row["method"]) if an_option_a_line else row["method"]
+            name += " *" if row["guess"] else ""
             kilobytes, below = short(row["bytes_a_step"] / 1e3), rate(row["faster_below_mbit"])
             style = "bold" if row["chosen"] else None
             shown.add_row(name, kilobytes, *(duration(row[time]) for time in times), against, below, style=style)
@@ -107,22 +109,12 @@ class Report:
             "costs": [asdict(cost) for cost in self.costs],
             "predictions": self.rows(),
         }
-        path.write_text(json.dumps(_finite(found), indent=1) + "\n", encoding="utf-8")
+        path.write_text(json_text(found), encoding="utf-8")
 
     def write_csv(self, path: Path) -> None:
         """A row a method."""
         rows = self.rows()
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-
-
-def times_of(cost: Cost, work: Work, network: Network) -> tuple[float, float]:
-    """Encode and decode of a step, in ms."""
-    messages = network.workers if cost.kind == "gather" else 0
-    encode_ms = cost.overhead_ms * len(work.buckets) + cost.encode_ns * work.numel / NS_PER_MS
-    return encode_ms, (cost.decode_ns + cost.decode_message_ns * messages) * work.numel / NS_PER_MS
+        path.write_text(csv_text(list(rows[0]), rows), encoding="utf-8")
 
 
 def short(number: float) -> str:
@@ -135,12 +127,3 @@ def rate(mbit: float | None) -> str:
     if mbit is None:
         return "-"
     return "any rate" if math.isinf(mbit) else f"{short(mbit)} Mbit/s"
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null."""
-    if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

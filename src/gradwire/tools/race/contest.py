@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab.rates import MOST_HOSTS, parse_link
-from gradwire.tools.race import methods
-from gradwire.tools.train.errors import InputError
-from gradwire.tools.train.settings import Plan, Settings, check
+from gradwire.tools.race import race_methods
+from gradwire.tools.train.settings import Settings, TrainingPlan, check
 
 SCORE = "test_accuracy"
 
 
 @dataclass(frozen=True)
-class Run:
+class RaceRun:
     """One training to a target. None: the task's own."""
 
     task: str
@@ -39,7 +39,7 @@ class Run:
         limits = ("limit_s", "limit_steps", "data")
         return {name: _text(value) for name, value in asdict(self).items() if name not in limits}
 
-    def plan(self) -> Plan:
+    def plan(self) -> TrainingPlan:
         """Checked, with the data open. The compressor in it is not used."""
         return check(
             Settings(
@@ -60,25 +60,25 @@ def _text(value: Any) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def runs(rates: str, names: str, seeds: Sequence[int], loopback: bool = False, **common: Any) -> list[Run]:
+def runs(rates: str, names: str, seeds: Sequence[int], loopback: bool = False, **common: Any) -> list[RaceRun]:
     """Every rate, seed and method; an InputError before anything starts where one of them cannot run."""
-    chosen, links = methods.split(names), [rate.strip() for rate in rates.split(",") if rate.strip()]
+    chosen, links = race_methods.split(names), [rate.strip() for rate in rates.split(",") if rate.strip()]
     if not chosen or not links:
         raise InputError("a race needs at least one rate and one method: --rates 10,100 --methods dense,vgc")
     for rate in links:
         parse_link(rate)
     for name in chosen:
-        methods.parse(name)
+        race_methods.parse(name)
     links = ["unshaped"] if loopback else links
     every = itertools.product(dict.fromkeys(links), dict.fromkeys(seeds), dict.fromkeys(chosen))
-    found = [Run(rate=rate, method=name, seed=seed, **common) for rate, seed, name in every]
+    found = [RaceRun(rate=rate, method=name, seed=seed, **common) for rate, seed, name in every]
     check_numbers(found[0])
     if SCORE not in found[0].plan().task.scores:
         raise InputError(f"task {found[0].task} has no accuracy to race to; digits, fashion and cifar10 have")
     return found
 
 
-def check_numbers(run: Run) -> None:
+def check_numbers(run: RaceRun) -> None:
     """Every number in its range; those of a training are checked with its plan."""
     if not 2 <= run.hosts <= MOST_HOSTS:
         raise InputError(f"--hosts {run.hosts}: from 2 to {MOST_HOSTS} can race")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,15 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.simulation.random_state import seed_worker
-from gradwire.tools.race import methods
-from gradwire.tools.race.contest import SCORE, Run
+from gradwire.tools.race import race_methods
+from gradwire.tools.race.contest import SCORE, RaceRun
 from gradwire.tools.race.events import Event, Teller, arguments
-from gradwire.tools.race.methods import Method
+from gradwire.tools.race.race_methods import Method
 from gradwire.tools.train import optimizers, sharding
-from gradwire.tools.train.settings import Plan
-from gradwire.tools.train.task import Share
-from gradwire.tools.train.team import Team, joined
-from gradwire.tools.train.worker import run_reporting_errors
+from gradwire.tools.train.settings import TrainingPlan
+from gradwire.tools.train.worker_group import WorkerGroup, joined
+from gradwire.tools.train.worker_process import run_reporting_errors
 
 WARM = 4  # steps of a model that is thrown away: kernels are compiled and connections are open when the clock starts
 
@@ -30,57 +27,47 @@ WARM = 4  # steps of a model that is thrown away: kernels are compiled and conne
 class Contestant:
     """One training, and its clock: bytes and seconds are those of the steps, not of the tests between them."""
 
-    def __init__(self, run: Run, plan: Plan, method: Method, team: Team) -> None:
-        self.run, self.plan, self.team, self.factor = run, plan, team, method.factor
-        torch.manual_seed(plan.seed)
+    def __init__(self, run: RaceRun, plan: TrainingPlan, method: Method, group: WorkerGroup) -> None:
+        self.run, self.plan, self.group, self.factor = run, plan, group, method.factor
+        torch.manual_seed(plan.settings.seed)
         self.model: nn.Module = plan.task.make_model()
         self.ddp = DistributedDataParallel(self.model, **method.buckets)
         self.sent = method.begin(self.ddp)
         decay, own = plan.weight_decay, method.momentum
-        self.optimizer = optimizers.make(plan.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
+        self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.steps, self.seconds, self.on_link = 0, 0.0, 0
-        self._indices = self._batches()
-        seed_worker(plan.seed, team.rank)
+        where = (group.rank, group.world, plan.batch)
+        self._indices = sharding.endless(plan.task.samples, plan.settings.seed, *where)
+        seed_worker(plan.settings.seed, group.rank)
 
-    def _batches(self) -> Iterator[Tensor]:
-        """The samples of this host, epoch after epoch, as `gradwire train` takes them."""
-        plan, team = self.plan, self.team
-        for epoch in itertools.count():
-            rate = plan.schedule.at(epoch, team.world) * self.factor
-            optimizers.set_learning_rate(self.optimizer, rate)
-            order = sharding.epoch_order(plan.task.samples, plan.seed, epoch)
-            yield from sharding.batches(order, team.rank, team.world, plan.batch)
+    def _next(self) -> Tensor:
+        """This host's samples of the next step, as `gradwire train` takes them, at the rate of their epoch."""
+        epoch, indices = next(self._indices)
+        rate = self.plan.schedule.at(epoch, self.group.world) * self.factor
+        optimizers.set_learning_rate(self.optimizer, rate)
+        return indices
 
     def train(self, steps: int) -> None:
         """So many steps. All hosts begin and end together, so that the clock of one is the clock of all."""
-        self.team.barrier()
+        self.group.barrier()
         bytes_before, begin = interface_bytes(), time.perf_counter()
         for _ in range(steps):
-            inputs, targets = self.plan.task.batch(next(self._indices))
+            inputs, targets = self.plan.task.batch(self._next())
             self.optimizer.zero_grad(set_to_none=True)
             self.plan.task.loss(self.ddp(inputs), targets).backward()  # type: ignore[no-untyped-call]
             self.optimizer.step()
-        self.team.barrier()
+        self.group.barrier()
         self.seconds += time.perf_counter() - begin
         self.on_link += interface_bytes() - bytes_before
         self.steps += steps
 
-    def test(self) -> float:
-        """The accuracy, each host testing its share."""
-        self.team.share_buffers(self.model)
-        self.model.eval()
-        with torch.no_grad():
-            totals = self.plan.task.evaluate(self.model, Share(self.team.rank, self.team.world))
-        self.model.train()
-        return self.plan.task.score(self.team.sum(totals))[SCORE]
-
-    def standing(self) -> Event:
+    def so_far(self) -> Event:
         """How far it has come."""
         shaped = os.environ.get("GLOO_SOCKET_IFNAME") != "lo"  # there one interface counts for all hosts
         return {
             "seconds": self.seconds,
             "step": self.steps,
-            "accuracy": self.test(),
+            "accuracy": self.group.score(self.plan.task, self.model)[SCORE],
             "bytes_sent": self.sent(self.steps),
             "interface_bytes": self.on_link if shaped else None,
         }
@@ -89,12 +76,12 @@ class Contestant:
         """To the target or a limit. The accuracy is the same number on all hosts, the clock is host 0's."""
         while True:
             self.train(min(self.run.every, self.run.limit_steps - self.steps))
-            standing = self.standing()
-            reached = standing["accuracy"] >= self.run.target
+            so_far = self.so_far()
+            reached = so_far["accuracy"] >= self.run.target
             late = self.steps >= self.run.limit_steps or self.seconds >= self.run.limit_s
-            (over,) = self.team.tell(int(reached or late))
+            (over,) = self.group.tell(int(reached or late))
             state = "" if not over else "reached" if reached else "did not reach"
-            tell({**standing, "state": state})
+            tell({**so_far, "state": state})
             if over:
                 return
 
@@ -112,11 +99,11 @@ def interface_bytes() -> int:
 def main() -> None:
     """`python -m gradwire.tools.race.contestant SETTINGS FILE`, once a host."""
     settings, path = arguments(sys.argv)
-    run = Run(**settings)
-    plan, method = run.plan(), methods.parse(run.method)
-    with joined("cpu") as team:
-        Contestant(run, plan, method, team).train(WARM)
-        Contestant(run, plan, method, team).race(Teller(path, team.rank))
+    run = RaceRun(**settings)
+    plan, method = run.plan(), race_methods.parse(run.method)
+    with joined("cpu") as group:
+        Contestant(run, plan, method, group).train(WARM)
+        Contestant(run, plan, method, group).race(Teller(path, group.rank))
 
 
 if __name__ == "__main__":

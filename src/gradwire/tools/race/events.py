@@ -10,24 +10,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, missing
-from gradwire.tools.lab.commands import Hosts, run
+from gradwire.tools.lab.commands import run
+from gradwire.tools.lab.hosts import Hosts
 from gradwire.tools.lab.loopback import Loopback
 from gradwire.tools.lab.rates import Rates
-from gradwire.tools.train.errors import InputError
 
 Event = dict[str, Any]
 LOOK_S = 0.05
-REMEDY = "--loopback runs the same processes on 127.0.0.1, unshaped"
 
 
 def check_lab(loopback: bool) -> None:
     """Raise where no lab can be built."""
     if not loopback and (lacking := missing()):
-        raise InputError(f"shaped links need {lacking}. Without it, {REMEDY}")
+        raise InputError(
+            f"shaped links need {lacking}. Without it, --loopback runs the same processes on 127.0.0.1, unshaped"
+        )
 
 
-def open_hosts(hosts: int, rate: Rates, loopback: bool) -> Lab | Loopback:
+def open_hosts(hosts: int, rate: Rates, loopback: bool) -> Hosts:
     """Hosts behind links of a rate, or processes on 127.0.0.1."""
     return Loopback(hosts) if loopback else Lab(hosts, rate)
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from gradwire.exchange.courier import begin_gather
 from gradwire.tools.race.events import Teller, arguments
 from gradwire.tools.race.replay import Case, Setting
-from gradwire.tools.train.team import joined
-from gradwire.tools.train.worker import run_reporting_errors
+from gradwire.tools.train.worker_group import joined
+from gradwire.tools.train.worker_process import run_reporting_errors
 
 WARM = 2  # steps that are not counted: connections open, TCP's windows grow
 BACKWARD = 2 / 3  # of a step's time; its buckets are ready one after another
@@ -61,8 +61,8 @@ def main() -> None:
     """`python -m gradwire.tools.race.player SETTINGS FILE`, once a host."""
     settings, path = arguments(sys.argv)
     setting = Setting(**settings["setting"])
-    with joined("cpu") as team:
-        tell = Teller(path, team.rank)
+    with joined("cpu") as group:
+        tell = Teller(path, group.rank)
         for number, case in enumerate(settings["cases"]):
             tell({"case": number, "ms_a_step": Player(Case(**case), setting).measure(setting.steps)})
 

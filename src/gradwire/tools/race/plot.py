@@ -7,16 +7,16 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from gradwire.tools.race.contest import Run
-from gradwire.tools.race.files import REACHED, Files, Row
+from gradwire.tools.race.contest import RaceRun
+from gradwire.tools.race.race_files import REACHED, RaceFiles, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Done = list[tuple[Run, Row]]
+Done = list[tuple[RaceRun, Row]]
 
 
-def draw(runs: Sequence[Run], files: Files, path: Path) -> str:
+def draw(runs: Sequence[RaceRun], files: RaceFiles, path: Path) -> str:
     """Write the picture; returns why there is none, or nothing."""
     done = files.rows(list(runs))
     if not done:
@@ -45,7 +45,7 @@ def draw(runs: Sequence[Run], files: Files, path: Path) -> str:
     return ""
 
 
-def curves(axes: Axes, done: Done, files: Files, colors: dict[str, str]) -> None:
+def curves(axes: Axes, done: Done, files: RaceFiles, colors: dict[str, str]) -> None:
     """Accuracy against seconds, a line a run; seeds of a method share its colour."""
     named: set[str] = set()
     for run, _ in done:

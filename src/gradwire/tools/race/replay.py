@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.race import events
-from gradwire.tools.race.trace import Trace
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.race.trace import ByteTrace
 
 HOST = "gradwire.tools.race.player"
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def parts_of(dense_bytes: float, bucket_mib: float) -> list[float]:
     return [size / dense_bytes for size in sizes]
 
 
-def cases(trace: Trace, setting: Setting, collective: str, beside: Sequence[str]) -> list[Case]:
+def cases(trace: ByteTrace, setting: Setting, collective: str, beside: Sequence[str]) -> list[Case]:
     """The samples of the trace, and one of each sum beside it."""
     dense = trace.samples[0].dense_bytes
     found = [_case("trace", collective, "float32", s.place, s.n_bytes, s.dense_bytes, setting) for s in trace.samples]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from gradwire.exchange.counting import Stats
-from gradwire.tools.experiment.results import append, read
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.result_files import append, read
 
 BYTES, DENSE = ("bytes_a_step", "bytes"), ("dense_bytes_a_step", "dense_bytes")  # of an experiment, of StepBytes
 
@@ -26,7 +26,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Trace:
+class ByteTrace:
     """Sections of one length, a sample each, and how many steps the run had."""
 
     samples: list[Sample]
@@ -39,7 +39,7 @@ class Trace:
         return "sum" if whole else "gather"
 
 
-def load(path: Path, n_samples: int) -> Trace:
+def load(path: Path, n_samples: int) -> ByteTrace:
     """The samples of a file with a row an epoch (`gradwire experiment`) or a row a step (`StepBytes`)."""
     if n_samples < 1:
         raise InputError(f"--samples must be 1 or more, not {n_samples}")
@@ -57,7 +57,7 @@ def load(path: Path, n_samples: int) -> Trace:
         )
     every = [_sample(path, number, row, str(names[0]), str(names[1])) for number, row in enumerate(rows, 1)]
     last = rows[-1].get("step") or ""
-    return Trace(thin(every, n_samples), int(last) if last.isdecimal() else len(rows))
+    return ByteTrace(thin(every, n_samples), int(last) if last.isdecimal() else len(rows))
 
 
 def _sample(path: Path, number: int, row: dict[str, str], n_bytes: str, dense: str) -> Sample:
@@ -79,7 +79,7 @@ def thin(every: Sequence[Sample], n_samples: int) -> list[Sample]:
     return [section[(len(section) - 1) // 2] for section in sections]
 
 
-class Counted(Protocol):
+class HasStats(Protocol):
     """A Wire, or a Simulation."""
 
     def stats(self) -> Stats: ...
@@ -88,7 +88,7 @@ class Counted(Protocol):
 class StepBytes:
     """`trace = StepBytes(wire_or_simulation, "trace.csv")`, and `trace.step()` after every step: a row of its bytes."""
 
-    def __init__(self, source: Counted, path: str | Path) -> None:
+    def __init__(self, source: HasStats, path: str | Path) -> None:
         self._source, self._path, self._before = source, Path(path), source.stats()
 
     def step(self) -> None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwire.tools.train import classify
-from gradwire.tools.train.errors import InputError
-from gradwire.tools.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train.classification import Classification
+from gradwire.tools.train.task import Defaults, Schedule, Task, TaskKind, schedules
 
 # MD5 of the files of the original cifar-10-binary.tar.gz
 FILES = {
@@ -54,48 +53,15 @@ def make_network() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-@dataclass(frozen=True)
-class Cifar10:
+def task_of(images: Tensor, targets: Tensor, test_images: Tensor, test_targets: Tensor) -> Classification:
     """Images stay bytes in memory (150 MB) and become floats in 0 .. 1 batch by batch. No augmentation."""
+    digest = hashlib.sha256("".join(FILES.values()).encode()).hexdigest()
+    tensors = (images, targets, test_images, test_targets)
+    return Classification("cifar10", *tensors, digest, make_network, scaled, EVALUATION_BATCH)
 
-    images: Tensor
-    targets: Tensor
-    test_images: Tensor
-    test_targets: Tensor
-    name: str = "cifar10"
-    scores: tuple[str, ...] = ("test_accuracy",)
 
-    @property
-    def samples(self) -> int:
-        return len(self.targets)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256("".join(FILES.values()).encode()).hexdigest()
-
-    def on(self, device: torch.device) -> Cifar10:
-        names = ("images", "targets", "test_images", "test_targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
-    def make_model(self) -> nn.Module:
-        return make_network()
-
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return self.images[indices].float() / 255, self.targets[indices]
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return classify.cross_entropy(outputs, targets)
-
-    def evaluate(self, model: nn.Module, share: Share) -> Tensor:
-        device = next(model.parameters()).device
-        totals = torch.zeros(2, dtype=torch.float64, device=device)
-        mine = torch.arange(share.rank, len(self.test_targets), share.world, device=self.test_targets.device)
-        for part in torch.split(mine, EVALUATION_BATCH[device.type]):
-            inputs = self.test_images[part].to(device).float() / 255
-            totals += classify.count_right(model, inputs, self.test_targets[part].to(device))
-        return totals
-
-    def score(self, totals: Tensor) -> dict[str, float]:
-        return classify.accuracy(totals)
+def scaled(images: Tensor) -> Tensor:
+    return images.float() / 255
 
 
 def read_checked(path: Path, md5: str) -> bytes:
@@ -132,7 +98,7 @@ def open_cifar10(data: Path | None) -> Task:
     folder = data / SUBFOLDER if (data / SUBFOLDER).is_dir() else data
     parts = [decode(read_checked(folder / name, md5)) for name, md5 in FILES.items()]
     images, targets = (torch.cat(tensors) for tensors in zip(*parts[:-1], strict=True))
-    return Cifar10(images, targets, *parts[-1])
+    return task_of(images, targets, *parts[-1])
 
 
 KIND = TaskKind(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -11,13 +9,14 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from gradwire.state.files import write_atomic
-from gradwire.tools.train.errors import InputError
+from gradwire.state.durable_files import write_atomic
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.provenance import provenance
+from gradwire.tools.result_files import csv_text
 from gradwire.tools.train.loop import Trainer
-from gradwire.tools.train.progress import make_reporter
-from gradwire.tools.train.provenance import provenance
-from gradwire.tools.train.settings import Plan, Settings, check
-from gradwire.tools.train.team import joined
+from gradwire.tools.train.reporter import Reporter
+from gradwire.tools.train.settings import Settings, TrainingPlan, check
+from gradwire.tools.train.worker_group import joined
 
 METHODS = {
     "Dense (float32)": "dense",
@@ -29,7 +28,7 @@ METHODS = {
 Record = dict[str, str]  # a row of the CSV; the table is made of these too, so that both say the same
 
 
-def plans(workers: int, epochs: int | None, seed: int) -> dict[str, Plan]:
+def plans(workers: int, epochs: int | None, seed: int) -> dict[str, TrainingPlan]:
     """One plan a method, alike in everything else."""
     return {
         name: check(Settings(task="digits", compressor=spec, workers=workers, epochs=epochs, seed=seed, device="cpu"))
@@ -45,18 +44,18 @@ def check_csv(path: Path | None) -> None:
         raise InputError(f"--csv {path}: there is no folder {path.parent}; make it first")
 
 
-def run_demo(methods: dict[str, Plan], csv_path: Path | None = None) -> None:
+def run_demo(methods: dict[str, TrainingPlan], csv_path: Path | None = None) -> None:
     """One worker of the demo; rank 0 prints the table and writes the CSV."""
-    with joined("cpu") as team:
-        reporter = make_reporter(team.rank, every_epoch=False)
+    with joined("cpu") as group:
+        reporter = Reporter(group.rank, every_epoch=False)
         records = []
         for name, plan in methods.items():
-            trainer = Trainer(plan, team, reporter)
+            trainer = Trainer(plan, group, reporter)
             trainer.run()
             records.append({"method": name, **describe(trainer)})
             trainer.wire.detach()
         reporter.end()
-        if team.leads:
+        if group.leads:
             Console().print(table(records))
             if csv_path is not None:
                 write_csv(csv_path, records)
@@ -64,32 +63,28 @@ def run_demo(methods: dict[str, Plan], csv_path: Path | None = None) -> None:
 
 def describe(trainer: Trainer) -> Record:
     """A finished training: test accuracy of the last epoch, traffic of rank 0, time of a step, settings."""
-    plan, standing = trainer.plan, trainer.standing
-    last, total = standing.rows[-1], standing.total
+    plan, state = trainer.plan, trainer.state
+    last, total = state.rows[-1], state.total
     figures = {
         "accuracy": last["test_accuracy"],
         "bytes_sent": total.bytes_sent,
         "times_less": total.dense_bytes / total.bytes_sent,
         "times_less_last_epoch": last["dense_bytes"] / last["bytes_sent"],
         "ratio": total.per_step(trainer.parameters)["ratio"],
-        "ms_per_step": median(row["ms_per_step"] for row in standing.rows),  # the first epoch may compile kernels
+        "ms_per_step": median(row["ms_per_step"] for row in state.rows),  # the first epoch may compile kernels
         "parameters": trainer.parameters,
-        "workers": trainer.team.world,
+        "workers": trainer.group.world,
         "batch": plan.batch,
         "epochs": plan.epochs,
-        "seed": plan.seed,
+        "seed": plan.settings.seed,
     }
     return {key: str(value) if isinstance(value, int) else f"{value:.6g}" for key, value in figures.items()}
 
 
 def write_csv(path: Path, records: Sequence[Record]) -> None:
     """One row a method, with what it was measured on and by."""
-    text = io.StringIO()
-    source = provenance()
-    writer = csv.DictWriter(text, [*records[0], *source], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({**record, **source} for record in records)
-    write_atomic(path, text.getvalue())
+    rows = [{**record, **provenance()} for record in records]
+    write_atomic(path, csv_text(list(rows[0]), rows))
 
 
 def table(records: Sequence[Record]) -> Table:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,56 +11,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwire.tools.train import classify
-from gradwire.tools.train.errors import InputError
-from gradwire.tools.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train.classification import Classification
+from gradwire.tools.train.task import Defaults, Schedule, Task, TaskKind, schedules
 
 Array = np.ndarray[Any, Any]
 SPLIT_SEED = 0  # the split is part of the task, not of the run: every --seed is measured on the same 360 digits
 HIDDEN = 256
 
 
-@dataclass(frozen=True)
-class Digits:
-    """1,437 digits to learn from and 360 to test on, pixels standardised by the mean and deviation of the former."""
-
-    inputs: Tensor
-    targets: Tensor
-    test_inputs: Tensor
-    test_targets: Tensor
-    name: str = "digits"
-    scores: tuple[str, ...] = ("test_accuracy",)
-
-    @property
-    def samples(self) -> int:
-        return len(self.targets)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(self.inputs.numpy().tobytes() + self.targets.numpy().tobytes()).hexdigest()
-
-    def on(self, device: torch.device) -> Digits:
-        names = ("inputs", "targets", "test_inputs", "test_targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
-    def make_model(self) -> nn.Module:
-        """Two hidden layers, 85,002 parameters."""
-        return nn.Sequential(
-            nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10)
-        )
-
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return self.inputs[indices], self.targets[indices]
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return classify.cross_entropy(outputs, targets)
-
-    def evaluate(self, model: nn.Module, share: Share) -> Tensor:
-        device = next(model.parameters()).device
-        mine = slice(share.rank, None, share.world)
-        return classify.count_right(model, self.test_inputs[mine].to(device), self.test_targets[mine].to(device))
-
-    def score(self, totals: Tensor) -> dict[str, float]:
-        return classify.accuracy(totals)
+def make_network() -> nn.Module:
+    """Two hidden layers, 85,002 parameters."""
+    return nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
 
 
 def split(targets: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[Tensor, Tensor]:
@@ -89,7 +50,10 @@ def read_digits() -> tuple[Array, Array]:
 
 
 def open_digits(data: Path | None) -> Task:
-    """Read the digits out of scikit-learn; `--data` has no meaning here."""
+    """1,437 digits to learn from and 360 to test on, pixels standardised by the mean and deviation of the former.
+
+    They come with scikit-learn; `--data` has no meaning here.
+    """
     if data is not None:
         raise InputError(f"task digits reads its data from scikit-learn and takes no --data (got {data}): leave it out")
     images, labels = read_digits()
@@ -97,7 +61,9 @@ def open_digits(data: Path | None) -> Task:
     inputs, targets = torch.from_numpy(images).float(), torch.from_numpy(labels).long()
     mean, deviation = inputs[train].mean(dim=0), inputs[train].std(dim=0).clamp(min=1.0)  # border pixels are always 0
     inputs = (inputs - mean) / deviation
-    return Digits(inputs[train], targets[train], inputs[test], targets[test])
+    tensors = (inputs[train], targets[train], inputs[test], targets[test])
+    digest = hashlib.sha256(tensors[0].numpy().tobytes() + tensors[1].numpy().tobytes()).hexdigest()
+    return Classification("digits", *tensors, digest, make_network)
 
 
 KIND = TaskKind(

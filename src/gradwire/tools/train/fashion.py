@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwire.tools.train import classify
-from gradwire.tools.train.errors import InputError
-from gradwire.tools.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train.classification import Classification
+from gradwire.tools.train.task import Defaults, Schedule, Task, TaskKind, schedules
 
 # bytes and MD5 of the official files, unpacked
 FILES = {
@@ -26,46 +25,9 @@ PIXELS = 28 * 28
 MEAN, DEVIATION = 72.94, 90.02  # of the training pixels, 0 .. 255
 
 
-@dataclass(frozen=True)
-class Fashion:
-    """Images stay bytes in memory (47 MB) and are standardised batch by batch."""
-
-    images: Tensor  # uint8 [N, 784]
-    targets: Tensor
-    test_images: Tensor
-    test_targets: Tensor
-    name: str = "fashion"
-    scores: tuple[str, ...] = ("test_accuracy",)
-
-    @property
-    def samples(self) -> int:
-        return len(self.targets)
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256("".join(md5 for _, md5 in FILES.values()).encode()).hexdigest()
-
-    def on(self, device: torch.device) -> Fashion:
-        names = ("images", "targets", "test_images", "test_targets")
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
-
-    def make_model(self) -> nn.Module:
-        """Two hidden layers, 235,146 parameters."""
-        return nn.Sequential(nn.Linear(PIXELS, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
-
-    def batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        return standardised(self.images[indices]), self.targets[indices]
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return classify.cross_entropy(outputs, targets)
-
-    def evaluate(self, model: nn.Module, share: Share) -> Tensor:
-        device = next(model.parameters()).device
-        mine = slice(share.rank, None, share.world)
-        inputs = standardised(self.test_images[mine].to(device))
-        return classify.count_right(model, inputs, self.test_targets[mine].to(device))
-
-    def score(self, totals: Tensor) -> dict[str, float]:
-        return classify.accuracy(totals)
+def make_network() -> nn.Module:
+    """Two hidden layers, 235,146 parameters."""
+    return nn.Sequential(nn.Linear(PIXELS, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def standardised(images: Tensor) -> Tensor:
@@ -99,13 +61,15 @@ def decode(content: bytes) -> Tensor:
 
 
 def open_fashion(data: Path | None) -> Task:
-    """Read and check the four files in `data`."""
+    """Read and check the four files in `data`: 47 MB of images stay bytes, [N, 784]."""
     if data is None:
         raise InputError("task fashion needs --data DIR, the folder of Fashion-MNIST's four official files")
     if not data.is_dir():
         raise InputError(f"Fashion-MNIST: --data {data} is not a folder")
     images, targets, test_images, test_targets = (decode(read_checked(data, name)) for name in FILES)
-    return Fashion(images.flatten(1), targets.long(), test_images.flatten(1), test_targets.long())
+    tensors = (images.flatten(1), targets.long(), test_images.flatten(1), test_targets.long())
+    digest = hashlib.sha256("".join(md5 for _, md5 in FILES.values()).encode()).hexdigest()
+    return Classification("fashion", *tensors, digest, make_network, standardised)
 
 
 KIND = TaskKind(

@@ -16,7 +16,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from gradwire.tools.train.team import LAUNCHER, STORE
+from gradwire.tools.train.worker_group import LAUNCHER, STORE
 
 TRACEBACK_LINES = 12
 LOOPBACK = "lo"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import platform
 import shlex
 import sys
@@ -17,11 +14,12 @@ import numpy as np
 import torch
 
 import gradwire
-from gradwire.state.files import write_atomic
+from gradwire.state.durable_files import write_atomic
+from gradwire.tools.result_files import csv_text, json_text
 
 if TYPE_CHECKING:
     from gradwire.exchange.counting import Stats
-    from gradwire.tools.train.settings import Plan
+    from gradwire.tools.train.settings import TrainingPlan
 
 Row = dict[str, float]
 
@@ -81,23 +79,20 @@ def columns(scores: Sequence[str]) -> list[str]:
 
 def write_csv(path: Path, rows: Sequence[Row], scores: Sequence[str]) -> None:
     """All rows anew, so that a resumed run never leaves a row twice."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns(scores), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({key: f"{value:.8g}" for key, value in row.items()} for row in rows)
-    write_atomic(path, text.getvalue())
+    written = ({key: f"{value:.8g}" for key, value in row.items()} for row in rows)
+    write_atomic(path, csv_text(columns(scores), written))
 
 
-def summarise(plan: Plan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
+def summarise(plan: TrainingPlan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
     """How the run was started, with what, and how it ended."""
     return {
         "command": shlex.join(["gradwire", *sys.argv[1:]]),
         "finished": len(rows) >= plan.epochs,
         "task": plan.task.name,
-        "seed": plan.seed,
-        "workers": plan.workers,
+        "seed": plan.settings.seed,
+        "workers": plan.settings.workers,
         "compressor": repr(plan.compressor),
-        "optimizer": plan.optimizer,
+        "optimizer": plan.settings.optimizer,
         "learning_rate": asdict(plan.schedule),
         "weight_decay": plan.weight_decay,
         "batch": plan.batch,
@@ -117,13 +112,5 @@ def summarise(plan: Plan, parameters: int, device: str, rows: Sequence[Row], tot
 
 
 def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """summary.json; a number that is not finite is written as null, which every JSON reader takes."""
-    write_atomic(path, json.dumps(_finite(summary), indent=2) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+    """summary.json."""
+    write_atomic(path, json_text(summary))

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 
 Maker = Callable[..., torch.optim.Optimizer]
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from gradwire.errors import CheckpointError
 from gradwire.state import manifest
-from gradwire.state.files import open_own, write_atomic
-from gradwire.tools.train.errors import DamagedRunError, InputError
+from gradwire.state.durable_files import open_own, write_atomic
+from gradwire.tools.input_errors import DamagedRunError, InputError
 
 IDENTITY, LATEST, LOCK = "run.json", "latest", ".lock"
 METRICS, SUMMARY = "metrics.csv", "summary.json"
@@ -123,14 +123,14 @@ def find_latest(out: Path) -> Checkpoint | None:
     try:
         found = manifest.read(path)
         manifest.verify(path, found)
-        standing = {key: int(found[key]) for key in ("workers", "epoch", "step")}
+        state = {key: int(found[key]) for key in ("workers", "epoch", "step")}
     except CheckpointError as error:
         raise DamagedRunError(f"{error}. {REMEDY}") from error
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DamagedRunError(f"checkpoint {path} is damaged ({error!r}). {REMEDY}") from error
-    if checkpoint_path(out, standing["epoch"], standing["step"]) != path:
+    if checkpoint_path(out, state["epoch"], state["step"]) != path:
         raise DamagedRunError(f"checkpoint {path} is damaged: its manifest is that of another. {REMEDY}")
-    return Checkpoint(path, **standing)
+    return Checkpoint(path, **state)
 
 
 def begin(out: Path, identity: dict[str, Any], checkpoint: Checkpoint | None) -> None:

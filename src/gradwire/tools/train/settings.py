@@ -11,10 +11,10 @@ from gradwire.errors import AttachError
 from gradwire.exchange import budget
 from gradwire.exchange.room import Capacity, most_buckets
 from gradwire.methods import Compressor, from_spec, to_spec
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import optimizers, tasks
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.task import Schedule, Task
-from gradwire.tools.train.team import TIMEOUT_S
+from gradwire.tools.train.worker_group import TIMEOUT_S
 
 DEFAULT_WORKERS = 4
 LONGEST_S = 1e6  # that one may wait for the others: eleven days
@@ -46,44 +46,38 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """Settings that were checked, with every default filled in and the data open."""
 
-    title: str
+    settings: Settings
     task: Task
     compressor: Compressor
-    optimizer: str
     schedule: Schedule
-    workers: int
     epochs: int
     batch: int
     weight_decay: float
-    seed: int
     out: Path
-    resume: bool
-    overwrite: bool
-    save_every: int
-    steps_per_epoch: int
-    device: str
-    timeout: float
-    max_restarts: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.settings.task} {self.settings.compressor}"
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be gone on with. The number of workers may change, so may the epochs."""
         return {
             "task": self.task.name,
             "data": self.task.fingerprint(),
-            "seed": self.seed,
+            "seed": self.settings.seed,
             "compressor": repr(self.compressor),
-            "optimizer": self.optimizer,
+            "optimizer": self.settings.optimizer,
             "batch": self.batch,
             "learning_rate": asdict(self.schedule),
             "weight_decay": self.weight_decay,
-            "steps_per_epoch": self.steps_per_epoch,
+            "steps_per_epoch": self.settings.steps_per_epoch,
         }
 
 
-def check(settings: Settings) -> Plan:
+def check(settings: Settings) -> TrainingPlan:
     """Fill in the defaults and open the data, or raise an InputError that says what is wrong and what to do."""
     kind = tasks.find(settings.task)
     optimizers.find(settings.optimizer)
@@ -93,25 +87,15 @@ def check(settings: Settings) -> Plan:
     schedule = defaults.schedules[settings.optimizer]
     if settings.learning_rate is not None:
         schedule = Schedule(settings.learning_rate, halve_every=schedule.halve_every)
-    plan = Plan(
-        title=f"{settings.task} {settings.compressor}",
+    plan = TrainingPlan(
+        settings=settings,
         task=kind.open(settings.data),
         compressor=compressor,
-        optimizer=settings.optimizer,
         schedule=schedule,
-        workers=settings.workers,
         epochs=defaults.epochs if settings.epochs is None else settings.epochs,
         batch=defaults.batch if settings.batch is None else settings.batch,
         weight_decay=defaults.weight_decay if settings.weight_decay is None else settings.weight_decay,
-        seed=settings.seed,
         out=settings.out or default_out(settings),
-        resume=settings.resume,
-        overwrite=settings.overwrite,
-        save_every=settings.save_every,
-        steps_per_epoch=settings.steps_per_epoch,
-        device=settings.device,
-        timeout=settings.timeout,
-        max_restarts=settings.max_restarts,
     )
     check_enough_samples(plan)
     check_budget(plan)
@@ -153,24 +137,24 @@ def check_numbers(settings: Settings) -> None:
         raise InputError("--resume goes on with a run and --overwrite starts it anew: give one of them")
 
 
-def check_enough_samples(plan: Plan) -> None:
+def check_enough_samples(plan: TrainingPlan) -> None:
     """An epoch has at least one step of every worker."""
-    needed, there = plan.workers * plan.batch, plan.task.samples
+    needed, there = plan.settings.workers * plan.batch, plan.task.samples
     if there < needed:
         raise InputError(
-            f"{plan.workers} workers x batch {plan.batch} take {needed} samples a step, "
+            f"{plan.settings.workers} workers x batch {plan.batch} take {needed} samples a step, "
             f"the data has {there}: fewer --workers, a smaller --batch or more data"
         )
 
 
-def check_budget(plan: Plan) -> None:
+def check_budget(plan: TrainingPlan) -> None:
     """A budget in bytes that the task's network can keep."""
     if (plan.compressor.most_bytes, plan.compressor.most_rate) == (None, None):
         return
     numels = {name: parameter.numel() for name, parameter in plan.task.make_model().named_parameters()}
     n_bytes = 4 * sum(numels.values())
     try:
-        budget.check(plan.compressor, Capacity(n_bytes, plan.workers, numels, most_buckets(n_bytes)))
+        budget.check(plan.compressor, Capacity(n_bytes, plan.settings.workers, numels, most_buckets(n_bytes)))
     except AttachError as error:
         raise InputError(f"--compressor {to_spec(plan.compressor)}: {error}") from error
 

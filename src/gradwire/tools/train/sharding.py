@@ -7,6 +7,7 @@ The position in the permutation is counted in samples, so it means the same to a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 
 import numpy as np
 import torch
@@ -29,3 +30,10 @@ def batches(order: Tensor, rank: int, world: int, batch: int, position: int = 0)
     for step in range(steps_left(len(order), world, batch, position)):
         start = position + (step * world + rank) * batch
         yield order[start : start + batch]
+
+
+def endless(samples: int, seed: int, rank: int, world: int, batch: int) -> Iterator[tuple[int, Tensor]]:
+    """(epoch, indices), epoch after epoch without an end."""
+    for epoch in count():
+        for indices in batches(epoch_order(samples, seed, epoch), rank, world, batch):
+            yield epoch, indices

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import cifar10, digits, fashion, text
-from gradwire.tools.train.errors import InputError
 from gradwire.tools.train.task import TaskKind
 
 TASKS: dict[str, TaskKind] = {kind.name: kind for kind in (digits.KIND, fashion.KIND, cifar10.KIND, text.KIND)}

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.tools.train.errors import InputError
+from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.task import Defaults, Schedule, Share, Task, TaskKind, schedules
 from gradwire.tools.train.transformer import ByteTransformer
 

@@ -1,0 +1,1 @@
+"""Step 1, moments: a model's forward and backward as CUDA graphs."""

@@ -1,0 +1,1 @@
+"""Step 1, moments: estimates, where no exact formula serves."""

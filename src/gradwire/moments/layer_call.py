@@ -1,0 +1,215 @@
+"""Step 1, moments: one call of a watched layer: its pass, where its samples lie, and what its backward reports.
+
+A tap hangs on a module (swapped_forward.py puts it there), and each call of the module is a `LayerCall`. In
+backward the layer's formula turns (input, gradient) into uses, and each goes to its parameter's account.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.moments.account import Account
+from gradwire.moments.passes import ModelPasses, Pass, current_task, quietly
+from gradwire.moments.uses import Doubt, Mismatch
+
+if TYPE_CHECKING:
+    from gradwire.moments.layer_table import Layer
+
+TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()  # by key, for compiled graphs
+_keys = itertools.count(1)
+NOTHING: Mapping[str, torch.dtype] = types.MappingProxyType({})
+
+
+@dataclass(slots=True)
+class LayerCall:
+    """One call: its forward pass, its samples, where they lie, and the parameters that want a gradient.
+
+    Along `axis` of the output lie [outer, samples, inner] rows. Formulas see a batch of rows; what they find is folded.
+    """
+
+    passed: int
+    samples: int | None
+    axis: int | None
+    training: bool
+    wanted: frozenset[str]
+    at_once: bool = False  # a compiled graph uses its buffers again: uses are finished when they are reported
+    doubt: str | None = None
+    recomputed: bool = False  # by a reentrant checkpoint, inside backward
+    outer: int = 1
+    inner: int = 1
+
+    @property
+    def batch(self) -> int | None:
+        """How many rows there are."""
+        return None if self.samples is None else self.outer * self.samples * self.inner
+
+    def samples_first(self, tensor: Tensor, features: int = 0) -> Tensor:
+        """[.., B, .., *features] -> [B, .., *features]; doubts when that axis is not B long."""
+        if self.doubt is not None:
+            raise Doubt(self.doubt)
+        if self.axis is None:
+            raise Doubt("batch_dim says that it has no sample axis")
+        if self.batch is None:
+            raise Doubt("the batch size is unknown: no tensor with a batch axis was given to the model's forward")
+        if tensor.ndim - features <= self.axis:
+            raise Doubt(f"a tensor of shape {tuple(tensor.shape)} has no sample axis {self.axis}")
+        if tensor.shape[self.axis] != self.batch:
+            raise Mismatch(f"axis {self.axis} is {tensor.shape[self.axis]} long, the batch is {self.batch}")
+        return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
+
+    def positions(self, tensor: Tensor) -> Tensor:
+        """[.., B, .., F] -> [B, T, F], T = product of all other axes."""
+        moved = self.samples_first(tensor, features=1)
+        if moved.ndim == 3:
+            return moved
+        return moved.reshape(moved.shape[0], prod(moved.shape[1:-1]), moved.shape[-1])
+
+    def sums(self, tensor: Tensor, features: int) -> Tensor:
+        """[.., B, .., *features] -> [B, *features], summed over everything between."""
+        moved = self.samples_first(tensor, features)
+        between = tuple(range(1, moved.ndim - features))
+        return moved.sum(dim=between) if between else moved
+
+
+class Tap:
+    """What hangs on a module whose forward was swapped. A copy of it is dead: it records nothing."""
+
+    live = False
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        layer: Layer | None,
+        axis: int | None,
+        accounts: Mapping[str, Account],
+        passes: ModelPasses,
+        name: str,
+        named: bool = False,
+    ) -> None:
+        self.module, self.layer, self.axis, self.name, self.named = module, layer, axis, name, named
+        self.accounts, self.passes = dict(accounts), passes
+        self.signed: dict[str, Account] = {}  # parameters estimated from this module's outputs, by random signs
+        self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
+        self.fitting: dict[tuple[Any, ...], bool] = {}  # of what kinds of input its Function may stand in
+        self.positions = False  # an Embedding of which the caller says that it is given positions
+        self.mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
+        self.input = None if module is None else first_input(module)
+        self.key = next(_keys)
+        self.live = True
+        TAPS[self.key] = self
+
+    def __deepcopy__(self, memo: object) -> Tap:
+        return Tap.__new__(Tap)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A pickled model must load where gradwire is not installed; False is as dead as a dead tap.
+        return (bool, ())
+
+    def wanted(self) -> frozenset[str]:
+        """The parameters that want a gradient now: freezing may come and go between calls."""
+        return frozenset([name for name, account in self.accounts.items() if account.param.requires_grad])
+
+    # ---- in forward
+
+    def call(self, part: str, output: Tensor, now: Pass, wanted: frozenset[str]) -> LayerCall:
+        """A call that puts this out; its input does as well, where the samples lie along the same axis of that."""
+        training = self.module is not None and self.module.training
+        recomputed = current_task() != -1
+        call = LayerCall(now.number, now.batch, self.axis, training, wanted, False, now.doubt, recomputed)
+        self.locate(call, part, output)
+        return call
+
+    def locate(self, call: LayerCall, part: str, output: Tensor) -> None:
+        """Tells a call where its samples lie: as the caller named it, as it was followed, or else where they fit."""
+        batch_axis, embeds = self.passes.batch_axis, isinstance(self.module, nn.Embedding)
+        found = None if self.named else batch_axis.find(self.name, part, output.ndim, embeds)
+        own = None if self.layer is None else self.layer.own_axis
+        if found is None:
+            call.doubt = call.doubt or self.mismatch
+            if not self.named and own is None:
+                call.doubt = call.doubt or batch_axis.chance(output, call.samples)
+            return
+        call.doubt = call.doubt or found.doubt
+        if found.doubt is None and own is not None and found.axis != own:
+            call.doubt = call.doubt or f"its samples lie along axis {found.axis}, and it computes along axis {own}"
+        call.axis = found.axis
+        if found.axis is not None and call.samples is not None:
+            rows = found.rows(output.shape[found.axis], call.samples)
+            if rows is None:
+                call.doubt = call.doubt or f"axis {found.axis} is {output.shape[found.axis]} long, not {call.samples}"
+            else:
+                call.outer, call.inner = rows
+
+    # ---- in backward
+
+    def report_beside(
+        self,
+        part: str,
+        gradient: Tensor,
+        saved: tuple[Tensor, ...],
+        call: LayerCall,
+        asked: Mapping[str, torch.dtype] = NOTHING,
+    ) -> dict[str, Tensor]:
+        """`report` from a backward that may have gradients or autocast on."""
+        if torch.is_grad_enabled() and self.live and not self.passes.paused:
+            # A double backward passed through this layer: part of its gradient may come by another way.
+            for name in call.wanted:
+                self.accounts[name].verified = False
+        with quietly(gradient.device):
+            return self.report(part, gradient.detach(), saved, call, asked)
+
+    def report(
+        self,
+        part: str,
+        gradient: Tensor,
+        saved: tuple[Tensor, ...],
+        call: LayerCall,
+        asked: Mapping[str, torch.dtype] = NOTHING,
+    ) -> dict[str, Tensor]:
+        """Turns (input, gradient) into uses, reports them to the parameters' accounts, and makes the asked gradients.
+
+        asked: the dtype of each; one that is missing in the answer is the caller's to make.
+        """
+        made: dict[str, Tensor] = {}
+        if not self.live or self.passes.paused:
+            return made
+        assert self.layer is not None
+        if current_task() not in self.passes.tasks:
+            self.passes.enter_task()
+        dtypes = (gradient.dtype, *[tensor.dtype for tensor in saved])
+        folds = call.samples is not None and call.outer * call.inner != 1
+        try:
+            for name, use in list(self.layer.formulas[part](self.module, gradient, saved, call)):
+                if name not in call.wanted:
+                    continue
+                if folds:
+                    use = use.folded(call.outer, call.samples or 0, call.inner)
+                use.dtypes, use.output_gradients = dtypes, (gradient,)
+                found = self.accounts[name].report(call, use, asked.get(name))
+                if found is not None:
+                    made[name] = found
+        except Doubt as doubt:
+            if isinstance(doubt, Mismatch) and not self.passes.batch_axis.followed:
+                self.mismatch = str(doubt)
+            for name in call.wanted:
+                self.accounts[name].doubt(str(doubt))
+        return made
+
+    def keeps(self) -> bool:
+        """Whether a compiled graph must clone what it hands over: uses that may have to be merged."""
+        return any(self.accounts[name].shared or not self.accounts[name].verified for name in self.wanted())
+
+
+def first_input(module: nn.Module) -> str:
+    """The name of the first argument of a module's forward, by which it may be called."""
+    return next(itertools.islice(inspect.signature(type(module).forward).parameters, 1, None), "")

@@ -1,0 +1,1 @@
+"""Step 1, moments: taps and layers as operators, for models under torch.compile."""

@@ -1,0 +1,168 @@
+"""An experiment as its file says: a task, methods, optimizers, learning rates and seeds; each combination is a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from gradwire.tools.experiment.grid import Grid, Run
+from gradwire.tools.experiment.schedule import Course
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train import optimizers, tasks
+from gradwire.tools.train.task import Task
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # the same by another name
+    import tomli as tomllib
+
+PRECISIONS = ("float32", "bf16")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What all its runs have in common, and what each of them varies. None: the task's own."""
+
+    task: str
+    methods: tuple[str, ...]
+    epochs: int
+    about: str = ""
+    workers: int = 8
+    batch: int | None = None
+    optimizers: tuple[str, ...] = ("sgd",)
+    seeds: tuple[int, ...] = (0,)
+    rates: tuple[float, ...] = (1.0,)
+    fronts: tuple[float, ...] = (0.0,)  # for methods with a density
+    learning_rate: Mapping[str, float] = field(default_factory=dict)  # by optimizer
+    weight_decay: float | None = None
+    clip: float = 0.0  # the largest norm of a mean gradient; 0: any
+    schedule: Mapping[str, Course] = field(default_factory=dict)  # by optimizer; a constant learning rate otherwise
+    precision: str = "float32"
+    augment: bool = False
+    steps_per_epoch: int = 0
+    model: Mapping[str, int] = field(default_factory=dict)  # options of the task's network
+    also: tuple[Grid, ...] = ()  # more runs, of some methods only
+
+    def __post_init__(self) -> None:
+        kind = tasks.find(self.task)
+        for optimizer in self.every_optimizer:
+            optimizers.find(optimizer)
+        for name, table in {"learning_rate": self.learning_rate, "schedule": self.schedule}.items():
+            if unknown := table.keys() - set(self.every_optimizer):
+                raise InputError(f"{name} names {', '.join(sorted(unknown))}, which is not among the optimizers")
+        numbers = {"epochs": self.epochs, "workers": self.workers, "batch": self.batch or kind.defaults.batch}
+        for name, number in numbers.items():
+            if number < 1:
+                raise InputError(f"{name} must be 1 or more, not {number}")
+        if not 0 <= self.clip < math.inf:
+            raise InputError(f"clip must be 0 or more, not {self.clip}")
+        if not self.optimizers:
+            raise InputError("optimizers must name at least one")
+        if self.precision not in PRECISIONS:
+            raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
+
+    @property
+    def every_optimizer(self) -> tuple[str, ...]:
+        """Those that only [[also]] names too."""
+        return tuple(dict.fromkeys(name for grid in self.grids for name in grid.optimizers))
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        return (Grid(self.methods, self.rates, self.fronts, self.seeds, self.optimizers), *self.also)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Seed by seed, so that one of everything is there first."""
+        runs = dict.fromkeys(run for grid in self.grids for run in grid.runs(self.optimizers))
+        return sorted(runs, key=lambda run: run.seed)
+
+    def full_rate(self, run: Run) -> float:
+        """The highest learning rate of a run."""
+        base = self.learning_rate.get(run.optimizer)
+        if base is None:
+            base = tasks.find(self.task).defaults.schedules[run.optimizer].at(0, self.workers)
+        return base * run.rate
+
+    def rate_at(self, run: Run, done: float) -> float:
+        """The learning rate where a part `done` of the run is done."""
+        return self.full_rate(run) * self.schedule.get(run.optimizer, Course()).at(done)
+
+
+def read(path: Path) -> Experiment:
+    """The experiment in a file, or an error that says what is wrong in it."""
+    if not path.is_file():
+        raise InputError(f"{path} is no file")
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return from_table(content)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, InputError) as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def from_table(table: Mapping[str, Any]) -> Experiment:
+    """Checks names and types first: a list of one for a single value would otherwise go unnoticed."""
+    return Experiment(**_values(Experiment, table, {"task", "methods", "epochs"}))
+
+
+def _values(kind: type[Any], table: Mapping[str, Any], needed: set[str]) -> dict[str, Any]:
+    known = [option.name for option in dataclasses.fields(kind)]
+    if unknown := table.keys() - set(known):
+        raise InputError(f"unknown {', '.join(sorted(unknown))}. Known: {', '.join(known)}")
+    if missing := needed - table.keys():
+        raise InputError(f"{', '.join(sorted(missing))} must be given")
+    return {name: _value(kind, name, value) for name, value in table.items()}
+
+
+def _value(kind: type[Any], name: str, value: Any) -> Any:
+    """A value of the type of its field: TOML has no tuples, and a whole number may stand for any number."""
+    if name == "also":
+        if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+            raise InputError(f"also is written as [[also]], got {value!r}")
+        return tuple(Grid(**_values(Grid, one, {"methods"})) for one in value)
+    wanted = get_type_hints(kind)[name]
+    if get_origin(wanted) is tuple:
+        if not isinstance(value, list) or not all(_is(one, get_args(wanted)[0]) for one in value):
+            raise InputError(f"{name} must be a list, got {value!r}")
+        return tuple(value)
+    if get_origin(wanted) is Mapping:
+        if not isinstance(value, dict):
+            raise InputError(f"{name} must be a table, got {value!r}")
+        return _courses(value) if name == "schedule" else value
+    if not any(_is(value, one) for one in get_args(wanted) or (wanted,)):
+        raise InputError(f"{name} must not be {value!r}")
+    return value
+
+
+def _courses(tables: Mapping[str, Any]) -> dict[str, Course]:
+    try:
+        return {optimizer: Course(**course) for optimizer, course in tables.items()}
+    except TypeError as error:
+        raise InputError(
+            f"schedule has tables such as [schedule.sgd] of kind, times and warmup, got {tables!r}"
+        ) from error
+
+
+def _is(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int if kind is int else (int, float) if kind is float else kind)
+
+
+def open_task(experiment: Experiment, data: Path | None) -> Task:
+    """The task with its data, and the network the experiment asks for."""
+    task: Any = tasks.find(experiment.task).open(data)
+    sizes = {option.name for option in dataclasses.fields(task) if isinstance(getattr(task, option.name), int)}
+    unknown = experiment.model.keys() - sizes
+    if unknown:
+        known = ", ".join(sorted(sizes)) or "nothing"
+        raise InputError(f"model: task {experiment.task} knows no {', '.join(sorted(unknown))}; it knows {known}")
+    opened: Task = dataclasses.replace(task, **experiment.model)
+    needed = experiment.workers * (experiment.batch or tasks.find(experiment.task).defaults.batch)
+    if opened.samples < needed:
+        raise InputError(f"a step takes {needed} samples, the data has {opened.samples}")
+    return opened

@@ -1,0 +1,134 @@
+"""One run of an experiment: virtual workers, an optimizer on the mean they get, a row of figures an epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradwire
+from gradwire.exchange.counting import Stats
+from gradwire.tools.experiment.augment import crop_and_flip
+from gradwire.tools.experiment.experiment_file import Experiment
+from gradwire.tools.experiment.grid import Run
+from gradwire.tools.train import optimizers, sharding, tasks
+from gradwire.tools.train.task import Share, Task
+
+Row = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What one epoch came to."""
+
+    row: Row
+    elements: dict[str, int]  # sent by one worker in it, by parameter
+
+
+class SimulatedTraining:
+    """Trains epoch by epoch; `state_dict` between two of them is all there is."""
+
+    def __init__(self, experiment: Experiment, run: Run, task: Task, device: torch.device) -> None:
+        self.experiment, self.run, self.task, self.device = experiment, run, task, device
+        defaults = tasks.find(experiment.task).defaults
+        self.batch = experiment.batch or defaults.batch
+        torch.manual_seed(run.seed)
+        self.model = task.make_model().to(device)
+        if device.type == "cuda":
+            self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
+        method, fused = run.compressor(0.0), device.type == "cuda"
+        options = (0.0, decay, fused, method.own_momentum)
+        self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
+        self.simulation = gradwire.simulate(self.model, method, self.loss, workers=experiment.workers, seed=run.seed)
+        whole = sharding.steps_left(task.samples, experiment.workers, self.batch)
+        self.steps = min(whole, experiment.steps_per_epoch or whole)
+        self.epochs_done = 0
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        with self.lowered():
+            outputs = model(inputs)
+        return self.task.loss(outputs.float(), targets)
+
+    def lowered(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.precision == "bf16")
+
+    def epoch(self, on_step: Callable[[], None] = lambda: None) -> Epoch:
+        """The next epoch."""
+        start, workers = time.perf_counter(), self.experiment.workers
+        order = sharding.epoch_order(self.task.samples, self.run.seed, self.epochs_done).to(self.device)
+        taken = order[: self.steps * workers * self.batch].view(self.steps, workers * self.batch)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.simulation.compressor = self.run.compressor(self.epochs_done / self.experiment.epochs)
+        self.simulation.reset_stats()
+        for number, indices in enumerate(taken):
+            rate = self._rate(number)
+            optimizers.set_learning_rate(self.optimizer, rate)
+            total += self._step(indices).double()
+            on_step()
+        loss = float(total) / self.steps
+        seconds = time.perf_counter() - start
+        self.epochs_done += 1
+        stats = self.simulation.stats()
+        return Epoch(self._row(loss, seconds, rate, stats), stats.elements_sent)
+
+    def _rate(self, number: int) -> float:
+        done = (self.epochs_done + number / self.steps) / self.experiment.epochs
+        return self.experiment.rate_at(self.run, done)
+
+    def _step(self, indices: Tensor) -> Tensor:
+        """One step of all workers; their mean loss."""
+        inputs, targets = self.task.batch(indices)
+        if self.experiment.augment:
+            inputs = crop_and_flip(inputs)
+        rows = (self.experiment.workers, self.batch)
+        batch = [tensor.view(*rows, *tensor.shape[1:]) for tensor in (inputs, targets)]
+        losses = self.simulation.backward(*batch)
+        if self.experiment.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.clip)
+        self.optimizer.step()
+        return losses.mean()
+
+    def _row(self, loss: float, seconds: float, rate: float, stats: Stats) -> Row:
+        return {
+            "epoch": self.epochs_done,
+            "step": self.epochs_done * self.steps,
+            "train_loss": loss,
+            **self.evaluate(),
+            "learning_rate": rate,
+            "ratio": stats.ratio,
+            "bytes_a_step": stats.bytes_sent / stats.steps,
+            "dense_bytes_a_step": stats.dense_bytes / stats.steps,
+            "dense_steps": stats.dense_steps,
+            "deferred": stats.deferred,
+            "delay": stats.delay,
+            "residual_norm": stats.residual_norm,
+            "seconds": seconds,
+            "ms_a_step": 1000 * seconds / self.steps,
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """With the batch-norm statistics of worker 0, as rank 0 would."""
+        self.model.eval()
+        with torch.no_grad(), self.lowered():
+            totals = self.task.evaluate(self.model, Share())
+        self.model.train()
+        return self.task.score(totals)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "simulation": self.simulation.state_dict(),
+            "epochs": self.epochs_done,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.simulation.load_state_dict(state["simulation"])
+        self.epochs_done = state["epochs"]
