@@ -15,6 +15,7 @@ from gradwire.compile.threads import equal_parts, shared
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
 WORD = 32  # elements whose bits make a word
+TILE = 16  # elements whose largest is found in one go; mostly none of them passes
 
 
 def parts(numel: int) -> list[tuple[int, int, int]]:
@@ -60,6 +61,27 @@ def largest_bits(flat: Array) -> np.int32:
     for i in range(bits.size):
         top = max(top, bits[i] & MAGNITUDE)
     return top
+
+
+@machine_code
+def collect(bits: Array, values: Array, least: np.int32, begin: int, places: Array, out: int) -> int:
+    """Writes down, from places[out] on, where |x| is not below `least` and its value is not 0; where it stopped.
+
+    bits: of x, as are those of `least`; begin: the place of the first.
+    """
+    whole = bits.size // TILE * TILE
+    for tile in range(0, bits.size, TILE):
+        if tile < whole:
+            top = np.int32(0)
+            for i in range(TILE):
+                top = max(top, bits[tile + i] & MAGNITUDE)
+            if top < least:
+                continue
+        for i in range(tile, min(tile + TILE, bits.size)):
+            if (bits[i] & MAGNITUDE) >= least and values[i] != 0:
+                places[out] = begin + i
+                out += 1
+    return out
 
 
 @machine_code

@@ -46,7 +46,8 @@ def magnitudes(p: Tensor, largest: Tensor, groups: ScaleGroups) -> Tensor:
     """The sum of |p| of each group, float64 [G]."""
     factor, unit = _units(largest)
     if (fast := _machine_code(p.device)) is not None:
-        total: Tensor = fast.magnitudes(p, factor, groups)
+        above, below, _ = fast.sides(p, factor, groups)
+        total: Tensor = above + below
     else:
         total = groups.sums((p * groups.spread(factor)).round().abs().int())
     return total.double() * unit

@@ -29,13 +29,6 @@ def gather(grad: Tensor, residual: Tensor | None, groups: ScaleGroups) -> Tensor
     return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 
-def magnitudes(p: Tensor, factor: Tensor, groups: ScaleGroups) -> Tensor:
-    pieces = parts(groups.numel)
-    totals = np.zeros((len(pieces), len(groups)), np.int64)
-    shared(pieces, _magnitudes, p.numpy(), factor.numpy(), groups.ends, totals)
-    return torch.from_numpy(totals.sum(0))
-
-
 def sides(p: Tensor, factor: Tensor, groups: ScaleGroups) -> tuple[Tensor, Tensor, Tensor]:
     pieces = parts(groups.numel)
     totals = np.zeros((len(pieces), 3, len(groups)), np.int64)
@@ -78,23 +71,6 @@ def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends:
 def _sum(grad: Array, residual: Array) -> None:
     for i in range(grad.size):
         grad[i] = min(max(grad[i] + residual[i], LEAST), MOST)
-
-
-@machine_code
-def _magnitudes(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
-    group, at = np.searchsorted(ends, begin, side="right"), begin
-    while at < end:
-        stop = min(end, ends[group])
-        totals[part, group] = _magnitude(p[at:stop], factors[group])
-        group, at = group + 1, stop
-
-
-@machine_code
-def _magnitude(p: Array, factor: np.float32) -> np.int64:
-    total = np.int64(0)
-    for i in range(p.size):
-        total += np.int64(np.int32(np.rint(abs(p[i]) * factor)))
-    return total
 
 
 @machine_code

@@ -84,7 +84,8 @@ class Fixed(Gather):
             body = self.write(good, state, context)
         if context.bare:
             return Message(body.words, body.undo, body.sent, None, body.sent_norm, finite)
-        parts = header.Parts.bare(finite, body.words)
+        nothing = body.words.new_empty(0)  # the head of such a message tells of nothing by tensor
+        parts = header.Parts(finite, nothing, nothing, nothing, None, body.words)
         data = codec.select(grad.device).seal(self._shape(context), context.step, parts)
         return Message(data, body.undo, body.sent, None, body.sent_norm)
 

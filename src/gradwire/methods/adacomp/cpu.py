@@ -8,12 +8,11 @@ from torch import Tensor
 
 from gradwire.arithmetic.finite import LARGEST
 from gradwire.arithmetic.groups import ScaleGroups
-from gradwire.arithmetic.groups_cpu import MAGNITUDE, largest_bits, parts_of_groups
+from gradwire.arithmetic.groups_cpu import collect, largest_bits, parts_of_groups
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
 MOST = np.float32(LARGEST)
-TILE = 16  # elements whose largest is found in one go; mostly none of them passes
 ZERO = np.float32(0)
 
 
@@ -59,7 +58,7 @@ def _select(
         r, h = residual[begins[one] : ends[one]], reach[: ends[one] - begins[one]]
         bad |= _accumulate(r, grad[begins[one] : ends[one]], h)
         tops[one] = largest_bits(r)
-        out = _collect(r, h.view(np.int32), tops[one], begins[one], places, out)
+        out = collect(h.view(np.int32), r, tops[one], begins[one], places, out)
     found[part, 0], found[part, 1] = out - begins[first], bad
 
 
@@ -75,21 +74,3 @@ def _accumulate(r: Array, g: Array, h: Array) -> np.int32:
         r[i] = total
         bad |= np.int32(not good)
     return bad
-
-
-@machine_code
-def _collect(r: Array, reach: Array, top: np.int32, begin: int, places: Array, out: int) -> int:
-    """Writes down who passes, from `out` on; where it stopped."""
-    whole = r.size // TILE * TILE
-    for tile in range(0, r.size, TILE):
-        if tile < whole:
-            most = np.int32(0)
-            for i in range(TILE):
-                most = max(most, reach[tile + i] & MAGNITUDE)
-            if most < top:
-                continue
-        for i in range(tile, min(tile + TILE, r.size)):
-            if (reach[i] & MAGNITUDE) >= top and r[i] != ZERO:
-                places[out] = begin + i
-                out += 1
-    return out

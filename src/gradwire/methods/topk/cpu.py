@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.groups_cpu import MAGNITUDE
+from gradwire.arithmetic.groups_cpu import MAGNITUDE, collect
 from gradwire.codec import CHUNK
 from gradwire.codec.quota import Quota
 from gradwire.compile.machine_code import Array, machine_code
@@ -17,8 +17,6 @@ from gradwire.compile.segments import Segments
 from gradwire.compile.threads import shared
 from gradwire.layout import Slot
 from gradwire.methods.topk.largest import EXPECTED, RANK, line_of, sampled
-
-TILE = 16  # elements whose largest is found in one go; mostly none of them passes
 
 
 class QuotaTable(NamedTuple):
@@ -91,22 +89,9 @@ def _collect(
     found: Array,
 ) -> None:
     """Writes down who is not below the floor, segment by segment from its begin on: the place from there; how many."""
-    bits = flat.view(np.int32)
     for segment in range(first, last):
-        its_bits, its_places = bits[begins[segment] : ends[segment]], places[begins[segment] : ends[segment]]
-        least, n_found, whole = floors[slots[segment]], 0, its_bits.size // TILE * TILE
-        for tile in range(0, its_bits.size, TILE):
-            top = np.int32(0)
-            if tile < whole:
-                for i in range(TILE):
-                    top = max(top, its_bits[tile + i] & MAGNITUDE)
-                if top < least:
-                    continue
-            for i in range(tile, min(tile + TILE, its_bits.size)):
-                if its_bits[i] & MAGNITUDE >= least:
-                    its_places[n_found] = i
-                    n_found += 1
-        found[segment] = n_found
+        begin, bits = begins[segment], flat[begins[segment] : ends[segment]].view(np.int32)
+        found[segment] = collect(bits, bits, floors[slots[segment]], 0, places, begin) - begin
 
 
 @machine_code
