@@ -39,24 +39,24 @@ def largest(flat: Tensor, ends: Array) -> Tensor:
     """max |x| of each group, float32 [G]."""
     pieces = parts(len(flat))
     tops = np.zeros((len(pieces), len(ends)), np.int32)
-    shared(pieces, largest_part, flat.numpy(), ends, tops)
+    shared(pieces, largest_part, flat.view(torch.int32).numpy(), ends, tops)
     return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 
 @machine_code
-def largest_part(part: int, begin: int, end: int, flat: Array, ends: Array, tops: Array) -> None:
+def largest_part(part: int, begin: int, end: int, bits: Array, ends: Array, tops: Array) -> None:
     """tops[part]: the bits of the largest |x| of each group."""
     group, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
         stop = min(end, ends[group])
-        tops[part, group] = largest_bits(flat[at:stop])
+        tops[part, group] = largest_bits(bits[at:stop])
         group, at = group + 1, stop
 
 
 @machine_code
-def largest_bits(flat: Array) -> np.int32:
+def largest_bits(bits: Array) -> np.int32:
     """As integers, whose order is that of the magnitudes: so the loop is vectorized."""
-    bits, top = flat.view(np.int32), np.int32(0)
+    top = np.int32(0)
     for i in range(bits.size):
         top = max(top, bits[i] & MAGNITUDE)
     return top

@@ -38,6 +38,7 @@ def round_group(
 def round_tile(
     begin: int,
     end: int,
+    group: int,
     grad: Array,
     scales: Array,
     ends: Array,
@@ -46,9 +47,12 @@ def round_tile(
     bits: int,
     codes: Array,
     sent: float,
-) -> float:
-    """Codes of grad[begin:end]; returns sent + the sum of scale * level."""
-    words, group, at = keys.view(np.uint32), np.searchsorted(ends, begin, side="right"), begin
+) -> tuple[float, int]:
+    """Codes of grad[begin:end]; returns sent + the sum of scale * level, and the group of the last element.
+
+    group: of the first element, or one before it.
+    """
+    words, at = keys.view(np.uint32), begin
     while at < end:
         while ends[group] <= at:
             group += 1
@@ -56,12 +60,16 @@ def round_tile(
         key = (words[0, slot], words[1, slot])
         sent += round_group(at, stop, grad, scale, *key, bits, codes[at - begin :]) * np.float64(scale)
         at = stop
-    return sent
+    return sent, group
 
 
 @machine_code
 def add_group(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
-    """out += what the codes of one group say; unit: scale / levels, times the weight."""
+    """out += what the codes of one group say, or, with no levels, signed numbers; unit: of one level, or of 1."""
+    if levels == 0:
+        for i in range(out.size):
+            out[i] += np.float32(codes[i]) * unit
+        return
     below = np.uint8(levels)
     for i in range(out.size):
         value = np.float32(codes[i] & below) * unit
@@ -69,12 +77,13 @@ def add_group(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
 
 
 @machine_code
-def add_tile(begin: int, end: int, codes: Array, units: Array, ends: Array, bits: int, out: Array) -> None:
-    """out[begin:end] += what the codes say; units [G]."""
-    levels, group, at = (1 << (bits - 1)) - 1, np.searchsorted(ends, begin, side="right"), begin
+def add_tile(begin: int, end: int, group: int, codes: Array, units: Array, ends: Array, levels: int, out: Array) -> int:
+    """out[begin:end] += what the codes say; units [G]. group, and what it returns: as round_tile."""
+    at = begin
     while at < end:
         while ends[group] <= at:
             group += 1
         stop = min(ends[group], end)
         add_group(codes[at - begin : stop - begin], units[group], levels, out[at:stop])
         at = stop
+    return group

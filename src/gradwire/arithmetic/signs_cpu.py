@@ -63,7 +63,7 @@ def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends:
             group += 1
         stop = min(end, ends[group], at + TILE)
         _sum(grad[at:stop], residual[at:stop])
-        tops[part, group] = max(tops[part, group], largest_bits(grad[at:stop]))
+        tops[part, group] = max(tops[part, group], largest_bits(grad[at:stop].view(np.int32)))
         at = stop
 
 

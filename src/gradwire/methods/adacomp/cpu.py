@@ -57,7 +57,7 @@ def _select(
             continue
         r, h = residual[begins[one] : ends[one]], reach[: ends[one] - begins[one]]
         bad |= _accumulate(r, grad[begins[one] : ends[one]], h)
-        tops[one] = largest_bits(r)
+        tops[one] = largest_bits(r.view(np.int32))
         out = collect(h.view(np.int32), r, tops[one], begins[one], places, out)
     found[part, 0], found[part, 1] = out - begins[first], bad
 
