@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from gradwire.adapters.auto.step_clock import Clock, work_of
-from gradwire.adapters.without_hook import Passes
 from gradwire.layout import Layout
 
 
@@ -85,31 +84,3 @@ def test_only_so_many_steps_are_kept():
     clock = after((5.0, 0.0, 0.0), keep=2)
     assert len(clock) == 2
     assert clock.step_ms() == pytest.approx(55)
-
-
-def test_what_ddp_says_of_its_passes_makes_the_same_parts():
-    time = Time()
-    clock = Clock(keep=5, now=time)
-    clock.stepped()
-    assert not clock.seen()
-    for waited in (0.0, 0.1, 0.2):
-        clock.told(Passes([layout(100), layout(300)], forward=0.010, backward=0.040, waited=waited))
-        time.now += 0.055 + waited
-        clock.stepped()
-    assert clock.seen()
-    assert [one.numel for one in clock.layouts()] == [100, 300]
-    assert clock.parts() == pytest.approx((10, 40, 5))
-    time.now += 0.1
-    clock.stepped()  # one of which nothing was said counts by its length alone
-    assert clock.parts() == pytest.approx((10, 40, 5))
-    assert clock.recent_ms() == pytest.approx((100, 255))
-
-
-def test_where_ddp_times_nothing_all_of_a_step_is_computing():
-    time = Time()
-    clock = Clock(keep=5, now=time)
-    clock.stepped()
-    clock.told(Passes([layout(100), layout(300)], forward=0.0, backward=0.0, waited=0.0))
-    time.now += 0.055
-    clock.stepped()
-    assert clock.parts() == pytest.approx((0, 0, 55))
