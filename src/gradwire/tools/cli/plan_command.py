@@ -20,7 +20,7 @@ from gradwire.plan import typical
 from gradwire.plan.choose import choose
 from gradwire.plan.model import Network, Work
 from gradwire.tools.cli.exit_codes import readable_errors
-from gradwire.tools.cli.options import Data
+from gradwire.tools.cli.options import AnyOptimizer, Data
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
 from gradwire.tools.plan.measured import measured
@@ -79,9 +79,7 @@ def plan(
     json_file: Annotated[Path | None, Option("--json", help="all numbers, measured and predicted")] = None,
     csv_file: Annotated[Path | None, Option("--csv", help="the table")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,
-    optimizer: Annotated[
-        str, Option(help="adam, adamw, sgd; without momentum: plain-adam, plain-adamw, plain")
-    ] = "adam",
+    optimizer: AnyOptimizer = "adam",
     data: Data = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
