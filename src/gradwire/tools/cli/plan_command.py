@@ -36,7 +36,7 @@ MOST_PARAMETERS = 1e11
 
 
 @dataclass(frozen=True)
-class Outputs:
+class PlanOutputs:
     """Where the plan goes beside the screen."""
 
     chart: Path | None
@@ -88,7 +88,7 @@ def plan(
     with readable_errors():
         world = among(os.environ if params is None else {}, workers)
         chosen = parse_methods(methods)
-        outputs = Outputs(chart_file, json_file, csv_file)
+        outputs = PlanOutputs(chart_file, json_file, csv_file)
         outputs.check()
         check_common(device, margin)
         if task is None or params is not None:
@@ -154,7 +154,7 @@ class Calculation:
         return typical.work_of(round(self.params), *times)
 
 
-def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: Outputs) -> None:
+def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: PlanOutputs) -> None:
     """Be a worker, or start them. Everything is checked in both."""
     checked = check(settings)
     if inside_torchrun():
@@ -201,7 +201,7 @@ def network_of(workers: int, mbit: float, latency_ms: float) -> Network:
         raise InputError(f"{error}. Give --mbit 1000 for 1 Gbit/s, --latency-ms 0.1") from error
 
 
-def show(report: PlanReport, outputs: Outputs) -> None:
+def show(report: PlanReport, outputs: PlanOutputs) -> None:
     """Table, verdict, files."""
     report.show(Console())
     typer.echo(report.verdict.words)
