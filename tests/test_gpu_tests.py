@@ -125,7 +125,7 @@ def test_no_more_is_needed_than_torch_triton_and_pytest(tmp_path: Path) -> None:
         ("src/gradwire/codec/cpu/encode.py", False),
         ("src/gradwire/codec/cpu/decode.py", False),
         ("src/gradwire/codec/cpu/pack.py", False),
-        ("src/gradwire/tools/cli/plan.py", False),
+        ("src/gradwire/tools/cli/plan_command.py", False),
     ],
 )
 def test_what_a_gpu_can_meet(name: str, meets: bool) -> None:
@@ -153,13 +153,13 @@ def test_changes_since_the_log_are_counted(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "log").write_text(f"gradwire {'b' * 40}\n")
     assert "nobody can say" in gpu.since()  # no git here
     assert gpu.git("init", "-q") is not None
-    for name in ("link.py", "store.py", "cli/plan.py"):
+    for name in ("link.py", "store.py", "tools/cli/plan.py"):
         write(name, "1")
     commit()
     assert "nobody can say" in gpu.since()  # not that commit
     (tmp_path / "log").write_text(f"gradwire {gpu.git('rev-parse', 'HEAD')}\n")
     assert "0 files under src/ that a GPU can meet changed" in gpu.since()
-    write("cli/plan.py", "2")
+    write("tools/cli/plan.py", "2")
     write("link.py", "2")
     commit()
     assert "1 file under src/ that a GPU can meet changed" in gpu.since()

@@ -125,7 +125,7 @@ def test_a_micro_batch_that_was_zeroed_is_not_seen() -> None:
 def signed(net: nn.Module, steps: range, x: Tensor) -> Tensor:
     recorder = Recorder(net, trainable(net), estimator="signs")
     for step in steps:
-        recorder.begin_step(step)
+        recorder.passes.begin_step(step)
         net.zero_grad()
         for _ in range(2):
             net(x).square().sum().backward()

@@ -119,7 +119,7 @@ class Reducer:
         from gradwire.moments import Recorder  # what nobody else needs is not imported with gradwire
 
         recorder = Recorder(root, self.parameters, **self._moments)
-        recorder.begin_step(self.steps)
+        recorder.passes.begin_step(self.steps)
         return recorder
 
     def _install(self, compressor: Compressor) -> None:
@@ -243,7 +243,7 @@ class Reducer:
         if self._compressor.kind != "sum":
             self._check_begin()
             if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
+                plan = self.capacity.plan(self._compressor.words, self._budgeted(), self._compressor.share)
         self._step = Backward(
             self.steps,
             plan,
@@ -251,6 +251,10 @@ class Reducer:
             tensors_left=len(self.parameters),
             budget=self.budget if self.budget.rate is not None and self.budget.due else None,
         )
+
+    def _budgeted(self) -> int | None:
+        """Bytes that this step's messages may have; None: no budget."""
+        return self.budget.n_bytes if self.budget.rate is not None else self.budget.most
 
     def _check_begin(self) -> None:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
@@ -311,7 +315,7 @@ class Reducer:
             self.budget.end_step()
         self._arrived()
         if self.recorder is not None:
-            self.recorder.begin_step(self.steps)
+            self.recorder.passes.begin_step(self.steps)
         for action in self.on_step:
             action()
 
@@ -327,7 +331,8 @@ class Reducer:
         """Finishes the moments of a bucket; which of its tensors have a gradient, None for all."""
         recorder = self.recorder
         if recorder is not None:
-            active = [recorder.consume(slot.name, slot.of(buffer)) for slot in layout.slots]
+            accounts = recorder.accounts
+            active = [accounts[s.name].consume(buffer[s.offset : s.offset + s.numel]) for s in layout.slots]
         elif self.unused.listens:
             active = self.unused.seen(layout.names)
         else:

@@ -34,7 +34,7 @@ class Quota:
     @classmethod
     def of(cls, layout: Layout, density: float) -> Quota:
         """Kept for the last few: both sides of an exchange ask for the same."""
-        return _quota(layout, density)
+        return quota_of(layout, density)
 
     @cached_property
     def total(self) -> int:
@@ -77,6 +77,7 @@ def check_density(method: str, density: float) -> None:
 
 
 @lru_cache(maxsize=256)  # buckets, in some steps
-def _quota(layout: Layout, density: float) -> Quota:
+def quota_of(layout: Layout, density: float) -> Quota:
+    """Kept for the last few: both sides of an exchange ask for the same."""
     share = Fraction(str(density))  # as it is written: 0.07 of 100 elements are 7, though 0.07 * 100 > 7
     return Quota(layout, tuple(min(slot.numel, max(1, math.floor(share * slot.numel))) for slot in layout))

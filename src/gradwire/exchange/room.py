@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradwire.codec.header import FIXED, WORD_BYTES
 from gradwire.codec.interface import CHUNK
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import quota_of
 from gradwire.layout import Layout
 
 # Between two dense steps: a dense step clears every residual, and the first look at an element passes it far too often
@@ -153,26 +153,26 @@ class Capacity:
     def _bytes(self, words: Words, density: float) -> int:
         """Of a step's messages at most, with their heads (wire/header.py), whatever buckets the tensors lie in."""
         layout = Layout.of((name, (numel,)) for name, numel in self.numels.items())
-        rooms = zip(layout, Quota.of(layout, density).counts, strict=True)
+        rooms = zip(layout.slots, quota_of(layout, density).counts, strict=True)
         bodies = sum(words(slot.numel, min(above(wanted), slot.numel)) for slot, wanted in rooms)
-        tensors, buckets = len(layout), min(self.buckets, len(layout))
+        tensors, buckets = len(layout.slots), min(self.buckets, len(layout.slots))
         chunks = buckets + layout.numel // CHUNK
         return WORD_BYTES * (bodies + FIXED * buckets + chunks + 2 * tensors + (tensors + 3 * buckets) // 4)
 
     def of(self, layout: Layout, plan: RoomPlan) -> tuple[int, ...]:
         """Elements that fit into this bucket's message, by tensor."""
         if plan.dense:
-            return (0,) * len(layout)
+            return (0,) * len(layout.slots)
         if plan.density is not None:
             return self._by_density(layout, plan.density)
         # a tensor that had no gradient so far is about to be looked at for the first time
-        counts = (self.passed.get(slot.name, slot.numel // 4) for slot in layout)
+        counts = (self.passed.get(slot.name, slot.numel // 4) for slot in layout.slots)
         wanted = (math.floor(padded(count) * plan.scale) for count in counts)
-        return tuple(min(room, slot.numel) for room, slot in zip(wanted, layout, strict=True))
+        return tuple(min(room, slot.numel) for room, slot in zip(wanted, layout.slots, strict=True))
 
     def _by_density(self, layout: Layout, density: float) -> tuple[int, ...]:
         """As much as is wanted, or as little as passed."""
-        every = zip(layout, Quota.of(layout, density).counts, strict=True)
+        every = zip(layout.slots, quota_of(layout, density).counts, strict=True)
         rooms = ((slot, above(wanted)) for slot, wanted in every)
         return tuple(min(room, slot.numel, padded(self.passed.get(slot.name, room))) for slot, room in rooms)
 

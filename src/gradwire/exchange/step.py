@@ -215,5 +215,5 @@ class Step:
             if next(numbers):
                 arrival.refuse()
             if arrival.passed is not None:
-                counts.append((layout, [next(numbers) for _ in layout]))
+                counts.append((layout, [next(numbers) for _ in layout.slots]))
         return finite, counts

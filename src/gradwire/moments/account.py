@@ -113,6 +113,7 @@ class Account:
         self.moment = torch.zeros(param.numel(), dtype=self.dtype, device=param.device)
         self._view: Tensor | None = None
         self.reported: dict[int, Reported] = {}  # by graph task
+        passes.reports.append(self.reported)
         self.consumed, self.arrived = True, False
         self.commits = 0
         self.empty = False  # what the moment holds is of the accumulation before, and is written over

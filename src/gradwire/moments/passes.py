@@ -95,7 +95,7 @@ class ModelPasses:
         self.capturing: CapturedMoments | None = None  # takes all uses while a graph is captured
         # parameters whose signed gradient is being taken, in a nested backward
         self.paused: frozenset[str] = frozenset()
-        self.on_end: Callable[[int], None] = lambda task: None  # a backward is over
+        self.reports: list[dict[int, Any]] = []  # of every account, by backward: dropped when that is over
         self.tasks: set[int] = set()
         self._open: deque[Pass] = deque(maxlen=REMEMBERED)
         self._reached: dict[int, Pass] = {}
@@ -185,7 +185,10 @@ class ModelPasses:
         if task == self._reached_in:
             self._reached, self._reached_in = {}, -1
         self.ran_backward = True
-        self.on_end(task)
+        if self.capturing is not None:
+            self.capturing.finish()
+        for reported in self.reports:
+            reported.pop(task, None)
 
     # ---- random signs
 

@@ -66,7 +66,6 @@ class Recorder:
         root_axis = root_axis_of(batch_dim, root)
         self.batch_axis = BatchAxis(root_axis) if batch_axis is None else batch_axis
         self.passes = ModelPasses(self.batch_axis, root_axis, same_samples)
-        self.passes.on_end = self._end_backward
         self.graphs: list[GraphedForward] = []
         self._handles: list[RemovableHandle] = []
         self._taps: dict[nn.Module, Tap] = {}
@@ -182,17 +181,7 @@ class Recorder:
 
                 self.batch_axis.learn(lambda axis: follow(passes, root, args, kwargs, axis))
 
-    def _end_backward(self, task: int) -> None:
-        if self.passes.capturing is not None:
-            self.passes.capturing.finish()
-        for account in self.accounts.values():
-            account.reported.pop(task, None)
-
     # ---- what the adapter calls
-
-    def begin_step(self, step: int) -> None:
-        """The adapter's step counter."""
-        self.passes.begin_step(step)
 
     def bind(self, name: str, destination: Tensor) -> None:
         """The moment lives in `destination` (float32, 1-D) from now on; what was committed so far comes along."""

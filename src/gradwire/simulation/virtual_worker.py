@@ -84,7 +84,7 @@ class VirtualWorker:
         finally:
             if self.recorder is not None:
                 self.recorder.passes.capturing = None
-                self.recorder.begin_step(self.recorder.passes.step)
+                self.recorder.passes.begin_step(self.recorder.passes.step)
             with torch.no_grad():
                 for buffer, value in held:
                     buffer.copy_(value)

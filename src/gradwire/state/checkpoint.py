@@ -123,7 +123,7 @@ def apply(reducer: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str
     reducer.budget.restore(state.get("step_ns", 0))
     reducer.skip_step()
     if reducer.recorder is not None:
-        reducer.recorder.begin_step(reducer.steps)
+        reducer.recorder.passes.begin_step(reducer.steps)
 
 
 def check(state: Any) -> None:

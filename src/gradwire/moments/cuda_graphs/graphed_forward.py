@@ -108,7 +108,7 @@ class GraphedForward:
         finally:
             quiet(True)
             recorder.passes.capturing = None
-            recorder.begin_step(recorder.passes.step)
+            recorder.passes.begin_step(recorder.passes.step)
             with torch.no_grad():
                 for buffer, value in buffers:  # a batch norm has counted what was no step
                     buffer.copy_(value)

@@ -91,12 +91,10 @@ def plan(
         world = among(os.environ if params is None else {}, workers)
         chosen = parse_methods(methods)
         outputs = Outputs(chart_file, json_file, csv_file)
-        check_common(outputs, device, margin)
-        if (task is None) == (params is None):
-            raise InputError(
-                "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
-            )
-        if task is None:
+        outputs.check()
+        check_common(device, margin)
+        if task is None or params is not None:
+            calculation.check_alone(task)
             show(calculation.report(workers, chosen, device, margin), outputs)
         else:
             calculation.refuse()
@@ -104,8 +102,7 @@ def plan(
             begin(settings, chosen, margin, outputs)
 
 
-def check_common(outputs: Outputs, device: str, margin: float) -> None:
-    outputs.check()
+def check_common(device: str, margin: float) -> None:
     if device not in DEVICES:
         raise InputError(f"unknown device {device!r}. Known devices: {', '.join(DEVICES)}")
     if not 0 <= margin < 1:
@@ -123,6 +120,12 @@ class Calculation:
     mbit: float | None
     latency_ms: float
     density: float | None
+
+    def check_alone(self, task: str | None) -> None:
+        if (task is None) == (self.params is None):
+            raise InputError(
+                "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
+            )
 
     def refuse(self) -> None:
         """With --task all of these are measured."""

@@ -82,7 +82,7 @@ class Rehearsal:
         """One step of the training of this worker alone."""
         self.layouts, self.buffers, self.ready = [], [], []
         if self.recorder is not None:
-            self.recorder.begin_step(self.number)
+            self.recorder.passes.begin_step(self.number)
         self.number += 1
         begin = self._now()
         _, indices = next(self.samples)
