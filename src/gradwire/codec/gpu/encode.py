@@ -94,8 +94,8 @@ def select(
         return _nothing(report, active)
     moment = grad if moment is None else moment  # something to point at where v does not count
     held = kinds.Held(residual, residual if variance is None else variance)
-    given = (tiles, active, rule, step, capacity, held, variance is not None)
-    state, cut, test, quantum, found, sums, plan = _records(*given)
+    asked = (tiles, active, rule, step, capacity, held, variance is not None)
+    state, cut, test, quantum, found, sums, plan = _records(*asked)
     if rule.density is not None:
         test = limited(grad, moment, state, cut, test, quantum, tiles, layout, rule, active is None)
     records = (state, cut, test, quantum, found, sums, plan)
