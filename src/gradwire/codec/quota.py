@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.layout import Layout
 
 
-class Table(NamedTuple):
+class QuotaTable(NamedTuple):
     """By tensor, int64 [K]."""
 
     counts: Tensor
@@ -42,16 +42,16 @@ class Quota:
         return sum(self.counts)
 
     @cached_property
-    def _tables(self) -> dict[torch.device, Table]:
+    def _tables(self) -> dict[torch.device, QuotaTable]:
         return {}
 
-    def table(self, device: torch.device) -> Table:
+    def table(self, device: torch.device) -> QuotaTable:
         """On `device`, made once."""
         if device not in self._tables:
             slots, firsts = self.layout.slots, accumulate(self.counts[:-1], initial=0)
             offsets, numels = [slot.offset for slot in slots], [slot.numel for slot in slots]
             rows = torch.tensor([self.counts, [*firsts][: len(slots)], offsets, numels], dtype=torch.int64)
-            self._tables[device] = Table(*rows.to(device))
+            self._tables[device] = QuotaTable(*rows.to(device))
         return self._tables[device]
 
     def tensor(self, device: torch.device) -> Tensor:
