@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODELS := $(VENV)/models
 
-.PHONY: demo test gpu-tests lint format bench measure results coverage docs-demo clean
+.PHONY: demo test gpu-tests lint style format bench measure results coverage rooms docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -34,6 +34,7 @@ lint: style
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -61,6 +62,10 @@ coverage: $(VENV)/.dev $(MODELS)/.made
 $(MODELS)/.made: constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --no-compile --no-deps --upgrade --constraint constraints.txt --target $(MODELS) torchvision timm
 	touch $@
+
+# The picture and the table of docs/architecture.md, from the source.
+rooms: $(VENV)/.dev
+	$(BIN)/python docs/rooms.py
 
 # Measures the demo again (docs/results/demo.csv) and writes its table into the README.
 docs-demo: $(VENV)/.demo

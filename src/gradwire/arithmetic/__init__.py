@@ -1,1 +1,1 @@
-"""What several methods compute alike: plain torch is the definition, `compiled_*` has the same bits by Numba."""
+"""What several methods compute alike: draws, groups, signs. Plain torch is the definition."""

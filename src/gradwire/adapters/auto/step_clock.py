@@ -1,5 +1,4 @@
-"""When things happen in a step of one rank, by its own clock: the reducer says what it sees, nothing is waited for.
-"""
+"""When things happen in a step of one rank, by its own clock: the reducer says what it sees, nothing is waited for."""
 
 from __future__ import annotations
 
