@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Two test processes with two threads each on two cores: threads that wait for each other and keep a core busy meanwhile
@@ -50,6 +50,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         places = {f"test_{name}": place for place, name in enumerate(LONG)}
         items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+@pytest.fixture
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Called, it leaves plain torch alone, as where no compiler is installed."""
+    from gradwire import codec
+
+    questions = (codec.numba_ready, codec.triton_ready)
+
+    def leave() -> None:
+        monkeypatch.setattr(codec, "select", lambda device: codec.reference)
+        for question in questions:
+            question.cache_clear()
+
+    yield leave
+    monkeypatch.undo()
+    for question in questions:
+        question.cache_clear()
 
 
 @pytest.fixture(scope="session")

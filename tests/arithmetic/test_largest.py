@@ -11,7 +11,8 @@ from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.shuffle import progression
 from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
-from gradwire.methods.topk.largest import EXPECTED, largest, reference
+from gradwire.methods.topk.definition import select_largest
+from gradwire.methods.topk.largest import EXPECTED, largest
 
 SIZES = [33, 0, 1, 70_000, 31, 200_000]
 LAYOUT = Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(SIZES))
@@ -39,7 +40,7 @@ def oracle(flat: Tensor, quota: Quota) -> tuple[list[int], list[float]]:
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "sparse"])
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("choose", [largest, reference])
+@pytest.mark.parametrize("choose", [select_largest, largest])
 def test_exact_is_a_sort(choose: object, density: float, kind: str) -> None:
     flat, quota = data(kind, 1), Quota.of(LAYOUT, density)
     places, values = choose(flat, quota, 5, True, None)  # type: ignore[operator]
@@ -52,7 +53,7 @@ def test_compiled_is_plain_torch(density: float, kind: str) -> None:
     quota, active = Quota.of(LAYOUT, density), torch.tensor([True, True, True, False, True, True])
     for step in range(3):
         for mask in (None, active):
-            one, two = (choose(data(kind, step), quota, step, False, mask) for choose in (largest, reference))
+            one, two = (choose(data(kind, step), quota, step, False, mask) for choose in (select_largest, largest))
             assert torch.equal(one[0], two[0])
             assert torch.equal(one[1], two[1])
 
@@ -60,7 +61,7 @@ def test_compiled_is_plain_torch(density: float, kind: str) -> None:
 def test_a_sample_finds_all_nearly_always() -> None:
     quota, short = Quota.of(LAYOUT, 0.01), 0
     for step in range(100):
-        values = largest(data("normal", step), quota, step, False, None)[1]
+        values = select_largest(data("normal", step), quota, step, False, None)[1]
         short += int((values == 0).any())
         assert int((values == 0).sum()) < 0.4 * quota.total
     assert short <= 4
@@ -81,7 +82,7 @@ def test_a_sample_of_the_largest_alone_lets_few_pass() -> None:
     seen = sampled(5, quota, 8)
     flat[seen] = 100.0
     first = sum(quota.counts[:5])
-    for choose in (largest, reference):
+    for choose in (select_largest, largest):
         places, values = choose(flat, quota, 8, False, None)
         assert values[first:].count_nonzero() == len(seen) < quota.counts[5]
         assert places[first : first + len(seen)].tolist() == sorted(seen.tolist())
@@ -92,6 +93,6 @@ def test_a_sample_of_the_largest_alone_lets_few_pass() -> None:
 def test_a_sample_of_nothing_lets_all_pass_and_the_largest_are_taken() -> None:
     quota, flat = Quota.of(LAYOUT, 0.1), data("normal", 0)
     flat[sampled(5, quota, 8)] = 0.0
-    for choose in (largest, reference):
+    for choose in (select_largest, largest):
         places, values = choose(flat, quota, 8, False, None)
         assert (places.tolist(), values.tolist()) == oracle(flat, quota)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic import signs
-from gradwire.arithmetic.runs import Runs, columns_of, tensors_of
+from gradwire.arithmetic.groups import ScaleGroups, columns_of, groups_of
 from gradwire.layout import Layout
 
 SHAPES: list[tuple[int, ...]] = [
@@ -47,7 +47,7 @@ def values(seed: int) -> Tensor:
 
 def plainly(patch: Any, function: Any) -> Any:
     with patch.context() as context:
-        context.setattr(signs, "_compiled", lambda tensor: None)
+        context.setattr(signs, "_machine_code", lambda device: None)
         return function()
 
 
@@ -59,22 +59,32 @@ def threads(request: Any) -> Any:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("runs", [tensors_of(LAYOUT), columns_of(LAYOUT)], ids=["tensors", "columns"])
+@pytest.mark.parametrize("groups", [groups_of(LAYOUT, None), columns_of(LAYOUT)], ids=["tensors", "columns"])
 @pytest.mark.parametrize("zero_below", [False, True])
 def test_machine_code_has_the_bits_of_torch(
-    monkeypatch: pytest.MonkeyPatch, threads: None, runs: Runs, zero_below: bool
+    monkeypatch: pytest.MonkeyPatch, threads: None, groups: ScaleGroups, zero_below: bool
 ) -> None:
     def results() -> list[Tensor]:
         p, residual = values(0), values(1)
-        largest = signs.gather(p, residual, runs)
-        high = (signs.magnitudes(p, largest, runs) / runs.lengths(p.device).clamp(min=1)).float()
+        largest = signs.gather(p, residual, groups)
+        high = (signs.magnitudes(p, largest, groups) / groups.lengths(p.device).clamp(min=1)).float()
         low = -high / 3
-        bits = signs.settle(p, high, low, zero_below, residual, runs)
-        out = torch.ones(runs.numel)
+        bits = signs.settle(p, high, low, zero_below, residual, groups)
+        out = torch.ones(groups.numel)
         both = torch.stack([bits, ~bits])
-        signs.add(both, torch.stack([high, low]), torch.stack([low, 2 * high]), out, runs)
-        only = signs.gather(values(2), None, runs)
-        return [p, largest, high, *signs.sides(p, largest, runs), bits, signs.pack(p, zero_below), residual, out, only]
+        signs.add(both, torch.stack([high, low]), torch.stack([low, 2 * high]), out, groups)
+        only = signs.gather(values(2), None, groups)
+        return [
+            p,
+            largest,
+            high,
+            *signs.sides(p, largest, groups),
+            bits,
+            signs.pack(p, zero_below),
+            residual,
+            out,
+            only,
+        ]
 
     one, two = results(), plainly(monkeypatch, results)
     for ours, torchs in zip(one, two, strict=True):
@@ -83,21 +93,21 @@ def test_machine_code_has_the_bits_of_torch(
     assert float(one[0].abs().max()) == LARGEST  # a sum beyond float32 stays in it
 
 
-@pytest.mark.parametrize("runs", [tensors_of(LAYOUT), columns_of(LAYOUT)], ids=["tensors", "columns"])
-def test_sums_are_exact_to_a_billionth_of_the_largest(runs: Runs) -> None:
+@pytest.mark.parametrize("groups", [groups_of(LAYOUT, None), columns_of(LAYOUT)], ids=["tensors", "columns"])
+def test_sums_are_exact_to_a_billionth_of_the_largest(groups: ScaleGroups) -> None:
     p = values(3)
-    sums, largest = signs.sides(p, runs.largest(p), runs), runs.largest(p)
-    totals = signs.magnitudes(p, largest, runs)
+    sums, largest = signs.sides(p, groups.largest(p), groups), groups.largest(p)
+    totals = signs.magnitudes(p, largest, groups)
     begin = 0
-    for run, length in enumerate(runs.lengths(p.device).tolist()):
+    for group, length in enumerate(groups.lengths(p.device).tolist()):
         part = p[begin : begin + length].tolist()
         above, below = (math.fsum(abs(x) for x in part if (x < 0) == sign) for sign in (False, True))
         # 2^-30 of the power of two above the largest, and never less than 2^-127
-        allowed = max(float(largest[run]) * 2**-30, 2**-127) * length
-        assert abs(float(sums.above[run]) - above) <= allowed
-        assert abs(float(sums.below[run]) - below) <= allowed
-        assert abs(float(totals[run]) - above - below) <= allowed
-        assert int(sums.n_below[run]) == sum(x < 0 for x in part)
+        allowed = max(float(largest[group]) * 2**-30, 2**-127) * length
+        assert abs(float(sums.above[group]) - above) <= allowed
+        assert abs(float(sums.below[group]) - below) <= allowed
+        assert abs(float(totals[group]) - above - below) <= allowed
+        assert int(sums.n_below[group]) == sum(x < 0 for x in part)
         begin += length
 
 

@@ -16,7 +16,8 @@ from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.shuffle import progression
 from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
-from gradwire.methods.topk.largest import EXPECTED, largest, reference
+from gradwire.methods.topk.definition import select_largest
+from gradwire.methods.topk.largest import EXPECTED, largest
 
 SIZES = [33, 1, 0, 2050, 31, 129, 3001]  # with a density of 0.1 two are sampled
 
@@ -38,13 +39,13 @@ def check(
     flat: Tensor, layout: Layout, density: float, device: str, step: int = 0, active: list[bool] | None = None
 ) -> dict[bool, Tensor]:
     """The values that both give, if exact and if not."""
-    from gradwire.methods.topk import gpu as gpu_largest
+    from gradwire.methods.topk import gpu
 
     quota, flat, found = Quota.of(layout, density), flat.to(device), {}
     live = None if active is None else torch.tensor(active, device=device)
     for exact in (False, True):
-        wanted, before = reference(flat, quota, step, exact, live), flat.clone()
-        places, values = gpu_largest.largest(flat, quota, step, exact, live)
+        wanted, before = largest(flat, quota, step, exact, live), flat.clone()
+        places, values = gpu.largest(flat, quota, step, exact, live)
         assert places.dtype == torch.int64
         assert values.dtype == torch.float32
         assert torch.equal(places, wanted[0]), exact
@@ -154,14 +155,14 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.methods.topk import gpu as gpu_largest
+    from gradwire.methods.topk import gpu
 
     interpreter.install()
-    gpu_largest.TILE, gpu_largest.PIECE = (
+    gpu.TILE, gpu.PIECE = (
         1024,
         512,
     )  # so that a small tensor has several tiles, and these several pieces
-    gpu_largest.LANES, gpu_largest.SAMPLED = 128, 128
+    gpu.LANES, gpu.SAMPLED = 128, 128
     interpreted.serve(CASES)
 
 
@@ -170,16 +171,13 @@ def test_interpreted(case: str, interpreting: interpreted.Asked) -> None:
     interpreted.ask(interpreting, case)
 
 
-gpu = pytest.mark.gpu
-
-
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
 def test_on_gpu(case: str) -> None:
     CASES[case]("cuda")
 
 
-@gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.6])
 def test_many_elements_on_gpu(density: float) -> None:
     """Tensors of many tiles; all of one alike, one of zeros; and nothing waits for the device."""
@@ -192,7 +190,7 @@ def test_many_elements_on_gpu(density: float) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for exact in (False, True):
-            largest(flat, quota, 4, exact, None)
+            select_largest(flat, quota, 4, exact, None)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

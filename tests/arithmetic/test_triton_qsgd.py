@@ -16,11 +16,12 @@ from torch import Tensor
 import interpreted
 from gradwire import QSGD
 from gradwire.arithmetic import draws
+from gradwire.arithmetic.finite import LARGEST
 from gradwire.arithmetic.groups import groups_of
 from gradwire.codec import fields
 from gradwire.layout import Layout
 from gradwire.methods import Context
-from gradwire.methods.fixed import Body, rank_by_rank
+from gradwire.methods.fixed import Body, split
 from gradwire.methods.qsgd import definition as qsgd
 
 CPU = torch.device("cpu")
@@ -31,10 +32,10 @@ EMPTY = Layout.of([("none", (0,)), ("empty", (0, 4))])
 TIE = (1 << 24) + 1  # between two float32 numbers
 
 
-def triton_qsgd() -> Any:
-    from gradwire.methods.qsgd import gpu as triton_qsgd
+def kernels() -> Any:
+    from gradwire.methods.qsgd import gpu
 
-    return triton_qsgd
+    return gpu
 
 
 def gradient(layout: Layout, seed: int) -> Tensor:
@@ -52,8 +53,8 @@ def gradient(layout: Layout, seed: int) -> Tensor:
 def written(method: QSGD, grad: Tensor, context: Context, device: str) -> Body:
     groups = groups_of(context.layout, method.group)
     keys = draws.keys(method.seed, context.step, context.layout, context.rank)
-    assert triton_qsgd().serves(groups)
-    return Body(*triton_qsgd().write(grad.to(device), groups, keys, method.bits, method.norm == "max"))
+    assert kernels().serves(groups)
+    return Body(*kernels().write(grad.to(device), groups, keys, method.bits, method.norm == "max"))
 
 
 def added(method: QSGD, bodies: Tensor, context: Context, device: str) -> Tensor:
@@ -64,11 +65,13 @@ def added(method: QSGD, bodies: Tensor, context: Context, device: str) -> Tensor
     inside = torch.full((len(bodies), bodies.shape[1] + 16), 7, dtype=torch.int32, device=device)
     inside[:, 11:-5] = bodies.to(device)
     out, ours = torch.zeros(context.layout.numel), torch.full((context.layout.numel,), torch.nan, device=device)
-    rank_by_rank(method.add, bodies, out, context)
+    groups = groups_of(context.layout, method.group)
+    method.plain_add(*split(bodies, len(groups)), out, groups)
+    share = 1 / len(bodies) / method.levels
     for bad in (True, False):
         assert ours.isnan().all()
-        given = (groups_of(context.layout, method.group), method.bits, ours, torch.tensor(bad, device=device))
-        triton_qsgd().put(inside[:, 11:-5], *given)
+        given = (share, groups, method.bits, ours, torch.tensor(bad, device=device))
+        kernels().put(*split(inside[:, 11:-5], len(groups)), *given)
     assert torch.equal(ours.cpu(), out)
     assert torch.equal(ours.cpu().signbit(), out.signbit())
     return ours.cpu()
@@ -126,7 +129,7 @@ def check_broken(device: str) -> None:
     norms = bodies[:, :n_groups].view(torch.float32)
     norms.uniform_()
     norms[1, 0], norms[2, 5], norms[4, -1], norms[6, 3] = torch.nan, torch.inf, -1e-45, -torch.inf
-    norms[3, 0], norms[3, -1] = -0.0, qsgd.LARGEST
+    norms[3, 0], norms[3, -1] = -0.0, LARGEST
     said, broken = method.read(bodies.to(device), context)
     assert broken.tolist() == [False, True, True, False, True, False, True]
     out = torch.full((LAYOUT.numel,), 9.0, device=device)
@@ -147,12 +150,12 @@ def check_empty(device: str) -> None:
 
 
 def check_draws(device: str) -> None:
-    from gradwire.arithmetic import draws_gpu as triton_draws
+    from gradwire.arithmetic import draws_gpu
 
     long = Layout.of([("a", (3, 1024)), *SHAPES, ("b", (1025,))])
     for layout in (long, LAYOUT, EMPTY, Layout.of([]), Layout.of([("one", ())])):
         for seed, step, rank in ((0, 0, 0), (-3, 12, 1), (1 << 40, 7, 2)):
-            drawn = triton_draws.bits(draws.keys(seed, step, layout, rank), layout, torch.device(device))
+            drawn = draws_gpu.bits(draws.keys(seed, step, layout, rank), layout, torch.device(device))
             assert drawn.dtype == torch.int32
             assert torch.equal(drawn.cpu(), draws.reference_bits(seed, step, layout, CPU, rank))
 
@@ -167,7 +170,7 @@ def counted(function: Callable[..., Any], calls: list[str]) -> Callable[..., Any
 
 def check_exchange(device: str) -> None:
     """The method itself, with groups that Triton serves and with wider ones."""
-    for group, expected in ((512, ["write", "write", "put"]), (triton_qsgd().WIDEST + 1, [])):
+    for group, expected in ((512, ["write", "write", "put"]), (kernels().WIDEST + 1, [])):
         method, grads = QSGD(4, group), [gradient(LAYOUT, seed) for seed in range(2)]
         contexts = [Context(LAYOUT, 3, world_size=2, rank=rank) for rank in range(2)]
         pairs, out, calls = list(zip(grads, contexts, strict=True)), torch.empty(LAYOUT.numel, device=device), []
@@ -177,14 +180,15 @@ def check_exchange(device: str) -> None:
                 patch.setattr(qsgd, "numba_ready", lambda device: False)
                 patch.setattr(qsgd, "triton_ready", lambda device: True)
             for name in ("write", "put"):
-                patch.setattr(triton_qsgd(), name, counted(getattr(triton_qsgd(), name), calls))
+                patch.setattr(kernels(), name, counted(getattr(kernels(), name), calls))
             found = torch.stack([method.encode(grad.to(device), None, None, at).data for grad, at in pairs])
             arrival = method.decode(found, out, contexts[0])
         assert calls == expected
         assert torch.equal(found[:, 10:].cpu(), wanted)
         assert not arrival.bad
         mean = torch.zeros(LAYOUT.numel)
-        rank_by_rank(method.add, wanted, mean, contexts[0])
+        groups = groups_of(LAYOUT, group)
+        method.plain_add(*split(wanted, len(groups)), mean, groups)
         assert torch.equal(out.cpu(), mean)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,6 @@ from torch import Tensor
 from compressors.test_contract import resealed
 from compressors.uneven import LAYOUT, N, gradient
 from gradwire import AdaComp
-from gradwire.codec import reference
 from gradwire.errors import MessageError
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
@@ -53,12 +54,12 @@ def test_every_element_of_many_steps_is_that_of_the_definition(length: int, conv
 
 
 @pytest.mark.parametrize("share", [1, 4, 50])
-def test_plain_torch_gives_the_same_bytes(monkeypatch: pytest.MonkeyPatch, share: int) -> None:
+def test_plain_torch_gives_the_same_bytes(plain_torch: Callable[[], None], share: int) -> None:
     """With room for all and for few, bad values, tensors without a gradient: as on a GPU."""
     two: list[list[Tensor]] = []
-    for kernel in (None, reference):
-        if kernel is not None:
-            monkeypatch.setattr("gradwire.codec.select", lambda device: reference)
+    for compiled in (True, False):
+        if not compiled:
+            plain_torch()
         ranks = InProcess(AdaComp(20, 5), LAYOUT)
         ranks.rooms = tuple(slot.numel // share for slot in LAYOUT)
         two.append([])

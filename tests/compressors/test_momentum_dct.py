@@ -15,7 +15,7 @@ from gradwire import MomentumDCT
 from gradwire.errors import MessageError
 from gradwire.exchange.in_process import CPU, InProcess
 from gradwire.layout import Layout
-from gradwire.methods.momentum_dct.cosine import Tiles
+from gradwire.methods.momentum_dct.cosine import tiles_of
 
 
 def wave(u: int, n: int) -> np.ndarray:
@@ -121,7 +121,7 @@ def test_all_components_are_the_gradient_in_eight_bits() -> None:
 @pytest.mark.parametrize("chunk", [1, 2, 64, 128])
 def test_the_transform_is_orthonormal_and_no_tile_is_longer(shape: tuple[int, ...], chunk: int) -> None:
     layout = Layout.of([("before", (3,)), ("one", shape)])
-    tiles, flat = Tiles.of(layout, chunk), torch.randn(layout.numel)
+    tiles, flat = tiles_of(layout, chunk), torch.randn(layout.numel)
     coefficients = tiles.transform(flat)
     torch.testing.assert_close(coefficients.norm(), flat.norm())
     torch.testing.assert_close(tiles.inverse(coefficients, torch.empty_like(flat)), flat, rtol=1e-5, atol=1e-5)

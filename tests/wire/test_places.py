@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.codec.places import Code, pack, unpack
 from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
+from gradwire.methods.topk.places import PlaceCode, pack, unpack
 
 CPU = torch.device("cpu")
 
@@ -48,8 +48,10 @@ def oracle(quota: Quota, places: list[list[int]]) -> list[int]:
     return [word - (word >> 31 << 32) for word in words]
 
 
-def flat(places: list[list[int]]) -> Tensor:
-    return torch.tensor([place for its in places for place in its])
+def flat(quota: Quota, places: list[list[int]]) -> Tensor:
+    """Places in the bucket."""
+    pairs = zip(quota.layout, places, strict=True)
+    return torch.tensor([slot.offset + place for slot, its in pairs for place in its])
 
 
 SHAPES = [
@@ -65,34 +67,34 @@ SHAPES = [
 @pytest.mark.parametrize("seed", range(3))
 def test_bits_are_as_defined_and_come_back(pairs: list[tuple[int, int]], seed: int) -> None:
     quota = quota_of(*pairs)
-    code, owner, places = Code.of(quota), quota.tensor(CPU), drawn(quota, seed)
-    words = pack(flat(places), owner, code)
+    code, places = PlaceCode(quota), drawn(quota, seed)
+    words = pack(flat(quota, places), code)
     assert words.tolist() == oracle(quota, places)
-    back, wrong = unpack(words, owner, code)
-    assert back.tolist() == flat(places).tolist()
+    back, wrong = unpack(words, code, code.entries(CPU))
+    assert back.tolist() == flat(quota, places).tolist()
     assert not wrong
 
 
 def test_a_place_may_come_twice() -> None:
     quota = quota_of((100, 5), (10, 2))
-    places = [[3, 50, 99, 99, 99], [9, 9]]
-    back, wrong = unpack(pack(flat(places), quota.tensor(CPU), Code.of(quota)), quota.tensor(CPU), Code.of(quota))
-    assert back.tolist() == flat(places).tolist()
+    code, places = PlaceCode(quota), flat(quota, [[3, 50, 99, 99, 99], [9, 9]])
+    back, wrong = unpack(pack(places, code), code, code.entries(CPU))
+    assert back.tolist() == places.tolist()
     assert not wrong
 
 
 def test_any_bits_give_places_within_their_tensors() -> None:
     quota = quota_of((100, 5), (10, 2), (1000, 9))
-    code, owner = Code.of(quota), quota.tensor(CPU)
-    numels = quota.table(CPU).numels[owner]
+    code, owner = PlaceCode(quota), quota.tensor(CPU)
+    begins, numels = quota.table(CPU).offsets[owner], quota.table(CPU).numels[owner]
     generator, refused = torch.Generator().manual_seed(0), 0
     for _ in range(200):
         words = torch.randint(-(1 << 31), (1 << 31) - 1, (code.words,), generator=generator).int()
-        places, wrong = unpack(words, owner, code)
-        assert bool(((places >= 0) & (places < numels)).all())
+        places, wrong = unpack(words, code, code.entries(CPU))
+        assert bool(((places >= begins) & (places < begins + numels)).all())
         refused += bool(wrong)
     assert refused > 150  # most bits are no places at all
 
 
 def test_one_in_a_hundred_takes_less_than_nine_bits() -> None:
-    assert Code.of(quota_of((1_000_000, 10_000))).words * 32 / 10_000 < 8.6
+    assert PlaceCode(quota_of((1_000_000, 10_000))).words * 32 / 10_000 < 8.6

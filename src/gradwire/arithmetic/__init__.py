@@ -1,1 +1,1 @@
-"""What several methods compute alike: draws, groups, signs. Plain torch is the definition."""
+"""What several methods compute alike: draws, groups with a scale, signs. Plain torch is the definition."""

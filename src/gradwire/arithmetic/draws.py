@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.arithmetic.groups import groups_of
 from gradwire.codec import numba_ready, triton_ready
 from gradwire.compile.threads import equal_parts, shared
 from gradwire.layout import Layout, Slot
 
-FIRST, SECOND = (
-    0x7FEB352D,
-    0x846CA68B - (1 << 32),
-)  # odd numbers; a difference in one bit of x changes half of the others
+# odd numbers; a difference in one bit of x changes half of the others
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B - (1 << 32)
 UNIT = 2.0**-24
 
 
@@ -43,17 +42,16 @@ def bits(seed: int, step: int, where: Layout | Slot, device: torch.device, rank:
     """int32 [N], every bit drawn."""
     layout = Layout.of([(where.name, where.shape)]) if isinstance(where, Slot) else where
     if triton_ready(device):
-        from gradwire.arithmetic import draws_gpu as triton_draws
+        from gradwire.arithmetic import draws_gpu
 
-        return triton_draws.bits(keys(seed, step, layout, rank), layout, device)
+        return draws_gpu.bits(keys(seed, step, layout, rank), layout, device)
     if not numba_ready(device):
         return reference_bits(seed, step, layout, device, rank)
-    from gradwire.arithmetic import draws_cpu as compiled_draws
+    from gradwire.arithmetic import draws_cpu
 
     out = torch.empty(layout.numel, dtype=torch.int32)
-    ends = np.array([slot.offset + slot.numel for slot in layout], np.int64)
     parts = equal_parts(layout.numel, torch.get_num_threads())
-    shared(parts, compiled_draws.fill, ends, keys(seed, step, layout, rank), out.numpy())
+    shared(parts, draws_cpu.fill, groups_of(layout, None).ends, keys(seed, step, layout, rank), out.numpy())
     return out
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.arithmetic.groups import Groups, groups_of
+from gradwire.arithmetic.groups import ScaleGroups, groups_of
 from gradwire.compile.tiles import on_device
 from gradwire.layout import Layout
 
@@ -66,7 +66,7 @@ def fill_kernel(table, keys, n_slots, out, width: tl.constexpr):
     tl.store(out + at, drawn, mask=lane < tl.load(table.length + group))
 
 
-class Table(NamedTuple):
+class GroupTable(NamedTuple):
     """Groups on a device."""
 
     begin: Tensor  # int64 [G], in the flat vector
@@ -75,10 +75,10 @@ class Table(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def table_of(groups: Groups, device: torch.device) -> Table:
+def table_of(groups: ScaleGroups, device: torch.device) -> GroupTable:
     """Kept, because every step asks for it: 16 bytes a group."""
     begins = torch.from_numpy(groups.begins).to(device)
-    return Table(begins, groups.lengths(device).int(), torch.from_numpy(groups.slots).int().to(device))
+    return GroupTable(begins, groups.lengths(device).int(), torch.from_numpy(groups.slots).int().to(device))
 
 
 def bits(keys: np.ndarray[Any, Any], layout: Layout, device: torch.device) -> Tensor:

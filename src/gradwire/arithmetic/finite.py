@@ -1,9 +1,11 @@
-"""What of a gradient can be used: a value that is not finite adds nothing to its element."""
+"""Numbers that can be used, of a gradient and of another rank's message."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def sifted(grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,3 +17,8 @@ def sifted(grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, everywhere
     each = torch.isfinite(grad)
     return torch.where(each, grad, 0.0), each.all()
+
+
+def unsound(scales: Tensor) -> Tensor:
+    """bool: scales [..., G] that no rank can have sent: below zero, infinite or no number."""
+    return ~((scales >= 0) & (scales <= LARGEST)).all(-1)

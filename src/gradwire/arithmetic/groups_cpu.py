@@ -1,31 +1,94 @@
-"""What groups.py computes, as machine code for the CPU; ranges are of groups, so that threads share them."""
+"""Groups of a bucket for machine code on the CPU: each thread's part, their largest elements, sums in one order.
+
+A part is cut between whole words of 32 elements, so that who packs bits writes words of its own.
+"""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from gradwire.arithmetic.groups import ScaleGroups
 from gradwire.compile.machine_code import Array, machine_code
+from gradwire.compile.threads import equal_parts, shared
 
 MAGNITUDE = np.int32(0x7FFFFFFF)
+WORD = 32  # elements whose bits make a word
+TILE = 16  # elements whose largest is found in one go; mostly none of them passes
+
+
+def parts(numel: int) -> list[tuple[int, int, int]]:
+    """(number, begin, end) of every thread's elements, cut between whole words."""
+    pieces = equal_parts(numel, torch.get_num_threads())
+    step = -(-pieces[0][1] // WORD) * WORD
+    return [(i, min(numel, i * step), min(numel, (i + 1) * step)) for i in range(len(pieces))]
+
+
+def parts_of_words(n_words: int, each: int) -> list[tuple[int, int]]:
+    """(begin, end) of every thread's words, or bytes, of `each` elements."""
+    return [(begin // each, end // each) for begin, end in equal_parts(n_words * each, torch.get_num_threads())]
+
+
+def parts_of_groups(groups: ScaleGroups) -> list[tuple[int, int]]:
+    """(first, last) of every thread's groups, of about as many elements each."""
+    n_groups, n_parts = len(groups), len(equal_parts(groups.numel, torch.get_num_threads()))
+    return [(n_groups * part // n_parts, n_groups * (part + 1) // n_parts) for part in range(n_parts)]
+
+
+def largest(flat: Tensor, groups: ScaleGroups) -> Tensor:
+    """As ScaleGroups.largest."""
+    pieces = parts(groups.numel)
+    tops = np.zeros((len(pieces), len(groups)), np.int32)
+    shared(pieces, largest_part, flat.numpy(), groups.ends, tops)
+    return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 
 @machine_code
-def largest(first: int, last: int, flat: Array, begins: Array, ends: Array, out: Array) -> None:
-    """The largest |element| of each group. Its bits are compared: a maximum of integers is a vector's operation."""
-    bits, result = flat.view(np.int32), out.view(np.int32)
-    for group in range(first, last):
-        part, top = bits[begins[group] : ends[group]], np.int32(0)
-        for i in range(part.size):
-            size = np.int32(part[i] & MAGNITUDE)
-            top = size if size > top else top
-        result[group] = top
+def largest_part(part: int, begin: int, end: int, flat: Array, ends: Array, tops: Array) -> None:
+    """tops[part]: the bits of the largest |x| of each group."""
+    group, at = np.searchsorted(ends, begin, side="right"), begin
+    while at < end:
+        stop = min(end, ends[group])
+        tops[part, group] = largest_bits(flat[at:stop])
+        group, at = group + 1, stop
+
+
+@machine_code
+def largest_bits(flat: Array) -> np.int32:
+    """As integers, whose order is that of the magnitudes: so the loop is vectorized."""
+    bits, top = flat.view(np.int32), np.int32(0)
+    for i in range(bits.size):
+        top = max(top, bits[i] & MAGNITUDE)
+    return top
+
+
+@machine_code
+def collect(bits: Array, values: Array, least: np.int32, begin: int, places: Array, out: int) -> int:
+    """Writes down, from places[out] on, where |x| is not below `least` and its value is not 0; where it stopped.
+
+    bits: of x, as are those of `least`; begin: the place of the first.
+    """
+    whole = bits.size // TILE * TILE
+    for tile in range(0, bits.size, TILE):
+        if tile < whole:
+            top = np.int32(0)
+            for i in range(TILE):
+                top = max(top, bits[tile + i] & MAGNITUDE)
+            if top < least:
+                continue
+        for i in range(tile, min(tile + TILE, bits.size)):
+            if (bits[i] & MAGNITUDE) >= least and values[i] != 0:
+                places[out] = begin + i
+                out += 1
+    return out
 
 
 @machine_code
 def fold(values: Array, count: int) -> np.float64:
     """The sum of values[:count], which it overwrites: the second half of a power of two is added to the first.
 
-    Zeros behind the last one change nothing, so the power need not be the one that `groups.rows` has.
+    Zeros behind the last one change nothing, so the power need not be the one that `ScaleGroups.folded` has.
     """
     if count == 0:
         return np.float64(0)
@@ -38,15 +101,3 @@ def fold(values: Array, count: int) -> np.float64:
             first[i] += second[i]
         count, half = half, half // 2
     return np.float64(values[0])
-
-
-@machine_code
-def norms(first: int, last: int, flat: Array, begins: Array, ends: Array, out: Array) -> None:
-    """The 2-norm of each group, in double precision and then rounded; not above the largest float32."""
-    squares = np.empty(max(np.max(ends[first:last] - begins[first:last]), 1) if last > first else 1, np.float64)
-    for group in range(first, last):
-        part = flat[begins[group] : ends[group]]
-        for i in range(part.size):
-            value = np.float64(part[i])
-            squares[i] = value * value
-        out[group] = np.float32(min(np.sqrt(fold(squares, part.size)), np.float64(3.4028234663852886e38)))

@@ -1,6 +1,6 @@
 """The functions of `signs` as machine code for the CPU, of the same names and with the same bits.
 
-Every loop has its own part of the elements, from a whole word to a whole word, and walks the runs in it.
+Every loop has its own part of the elements, from a whole word to a whole word, and walks the groups in it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.runs import Runs
-from gradwire.arithmetic.runs_cpu import MAGNITUDE, WORD, largest, largest_bits, parts
-from gradwire.arithmetic.signs import LARGEST
+from gradwire.arithmetic.finite import LARGEST
+from gradwire.arithmetic.groups import ScaleGroups
+from gradwire.arithmetic.groups_cpu import MAGNITUDE, WORD, largest, largest_bits, parts
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
@@ -20,26 +20,19 @@ MOST, LEAST = np.float32(LARGEST), np.float32(-LARGEST)
 ZERO = np.float32(0)
 
 
-def gather(grad: Tensor, residual: Tensor | None, runs: Runs) -> Tensor:
+def gather(grad: Tensor, residual: Tensor | None, groups: ScaleGroups) -> Tensor:
     if residual is None:
-        return largest(grad, runs)
-    pieces = parts(runs.numel)
-    tops = np.zeros((len(pieces), len(runs)), np.int32)
-    shared(pieces, _gather, grad.numpy(), residual.numpy(), runs.ends, tops)
+        return largest(grad, groups)
+    pieces = parts(groups.numel)
+    tops = np.zeros((len(pieces), len(groups)), np.int32)
+    shared(pieces, _gather, grad.numpy(), residual.numpy(), groups.ends, tops)
     return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 
-def magnitudes(p: Tensor, factor: Tensor, runs: Runs) -> Tensor:
-    pieces = parts(runs.numel)
-    totals = np.zeros((len(pieces), len(runs)), np.int64)
-    shared(pieces, _magnitudes, p.numpy(), factor.numpy(), runs.ends, totals)
-    return torch.from_numpy(totals.sum(0))
-
-
-def sides(p: Tensor, factor: Tensor, runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
-    pieces = parts(runs.numel)
-    totals = np.zeros((len(pieces), 3, len(runs)), np.int64)
-    shared(pieces, _sides, p.numpy(), factor.numpy(), runs.ends, totals)
+def sides(p: Tensor, factor: Tensor, groups: ScaleGroups) -> tuple[Tensor, Tensor, Tensor]:
+    pieces = parts(groups.numel)
+    totals = np.zeros((len(pieces), 3, len(groups)), np.int64)
+    shared(pieces, _sides, p.numpy(), factor.numpy(), groups.ends, totals)
     above, below, n_below = torch.from_numpy(totals.sum(0))
     return above, below, n_below
 
@@ -50,27 +43,27 @@ def pack(p: Tensor, zero_below: bool) -> Tensor:
     return torch.from_numpy(words)
 
 
-def settle(p: Tensor, high: Tensor, low: Tensor, zero_below: bool, residual: Tensor, runs: Runs) -> Tensor:
+def settle(p: Tensor, high: Tensor, low: Tensor, zero_below: bool, residual: Tensor, groups: ScaleGroups) -> Tensor:
     words = np.empty(-(-len(p) // WORD), np.int32)
     values = (high.numpy(), low.numpy(), zero_below)
-    shared(parts(runs.numel), _settle, p.numpy(), *values, residual.numpy(), runs.ends, words)
+    shared(parts(groups.numel), _settle, p.numpy(), *values, residual.numpy(), groups.ends, words)
     return torch.from_numpy(words)
 
 
-def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, runs: Runs) -> None:
+def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, groups: ScaleGroups) -> None:
     values = (highs.contiguous().numpy(), lows.contiguous().numpy())
-    shared(parts(runs.numel), _add, bits.numpy(), *values, runs.ends, out.numpy())
+    shared(parts(groups.numel), _add, bits.numpy(), *values, groups.ends, out.numpy())
 
 
 @machine_code
 def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends: Array, tops: Array) -> None:
-    run, at = np.searchsorted(ends, begin, side="right"), begin
+    group, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
-        while ends[run] <= at:
-            run += 1
-        stop = min(end, ends[run], at + TILE)
+        while ends[group] <= at:
+            group += 1
+        stop = min(end, ends[group], at + TILE)
         _sum(grad[at:stop], residual[at:stop])
-        tops[part, run] = max(tops[part, run], largest_bits(grad[at:stop]))
+        tops[part, group] = max(tops[part, group], largest_bits(grad[at:stop]))
         at = stop
 
 
@@ -81,29 +74,12 @@ def _sum(grad: Array, residual: Array) -> None:
 
 
 @machine_code
-def _magnitudes(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
-    run, at = np.searchsorted(ends, begin, side="right"), begin
-    while at < end:
-        stop = min(end, ends[run])
-        totals[part, run] = _magnitude(p[at:stop], factors[run])
-        run, at = run + 1, stop
-
-
-@machine_code
-def _magnitude(p: Array, factor: np.float32) -> np.int64:
-    total = np.int64(0)
-    for i in range(p.size):
-        total += np.int64(np.int32(np.rint(abs(p[i]) * factor)))
-    return total
-
-
-@machine_code
 def _sides(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
-    run, at = np.searchsorted(ends, begin, side="right"), begin
+    group, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
-        stop = min(end, ends[run])
-        totals[part, 0, run], totals[part, 1, run], totals[part, 2, run] = _both(p[at:stop], factors[run])
-        run, at = run + 1, stop
+        stop = min(end, ends[group])
+        totals[part, 0, group], totals[part, 1, group], totals[part, 2, group] = _both(p[at:stop], factors[group])
+        group, at = group + 1, stop
 
 
 @machine_code
@@ -164,16 +140,16 @@ def _settle(
     ends: Array,
     words: Array,
 ) -> None:
-    run = np.searchsorted(ends, begin, side="right")
+    group = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
         last = min(end, first + TILE)
         _pack(part, first, last, p, zero_below, words)
         at = first
         while at < last:
-            while ends[run] <= at:
-                run += 1
-            stop = min(last, ends[run])
-            _keep(p[at:stop], high[run], low[run], zero_below, residual[at:stop])
+            while ends[group] <= at:
+                group += 1
+            stop = min(last, ends[group])
+            _keep(p[at:stop], high[group], low[group], zero_below, residual[at:stop])
             at = stop
 
 
@@ -196,12 +172,12 @@ def _add(part: int, begin: int, end: int, bits: Array, highs: Array, lows: Array
             start += 1
         for rank in range(bits.shape[0]):
             _spread(bits[rank, first // WORD : (last + WORD - 1) // WORD], below)
-            run, at = start, first
+            group, at = start, first
             while at < last:
-                while ends[run] <= at:
-                    run += 1
-                stop = min(last, ends[run])
-                _choose(below[at - first : stop - first], highs[rank, run], lows[rank, run], out[at:stop])
+                while ends[group] <= at:
+                    group += 1
+                stop = min(last, ends[group])
+                _choose(below[at - first : stop - first], highs[rank, group], lows[rank, group], out[at:stop])
                 at = stop
 
 

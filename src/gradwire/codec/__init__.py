@@ -38,11 +38,13 @@ def select(device: torch.device) -> Codec:
     return cast(Codec, importlib.import_module(name))
 
 
+@functools.cache
 def numba_ready(device: torch.device) -> bool:
     """Whether loops of machine code take the place of plain torch: on a CPU where Numba is installed."""
     return device.type == "cpu" and select(device) is not reference
 
 
+@functools.cache
 def triton_ready(device: torch.device) -> bool:
     """Whether Triton's kernels take the place of plain torch: on a CUDA device where Triton is installed."""
     return device.type == "cuda" and select(device) is not reference

@@ -50,12 +50,6 @@ class Parts(NamedTuple):
     orders: Tensor | None  # int32 [K], format 2 only
     body: Tensor  # int32 [shape.room]
 
-    @classmethod
-    def bare(cls, finite: Tensor, body: Tensor) -> Parts:
-        """Of format 3."""
-        nothing = body.new_empty(0)
-        return cls(finite, nothing, nothing, nothing, None, body)
-
 
 def write(shape: Shape, step: int, parts: Parts, checksum: Checksum) -> Tensor:
     """One whole message, int32 [shape.words]."""

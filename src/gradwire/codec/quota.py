@@ -62,13 +62,6 @@ class Quota:
         """0 .. k - 1 in each tensor, int64 [E]; tensor: as `tensor` gives it."""
         return torch.arange(self.total, device=tensor.device) - self.table(tensor.device).firsts[tensor]
 
-    def true_of(self, mask: Tensor) -> Tensor:
-        """How many entries of each tensor are true, int64 [K]; mask bool [E]."""
-        table = self.table(mask.device)
-        # by a running sum: thousands of additions to the same few numbers would wait for one another on a GPU
-        running = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
-        return running[table.firsts + table.counts] - running[table.firsts]
-
 
 def check_density(method: str, density: float) -> None:
     """Refuses what is no share of a tensor."""

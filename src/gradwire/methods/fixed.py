@@ -6,6 +6,7 @@ finite, the head and its check, the order of the ranks.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire import codec as kernels
+from gradwire import codec
 from gradwire.arithmetic.finite import sifted
 from gradwire.codec import header
 from gradwire.layout import Layout
@@ -83,8 +84,9 @@ class Fixed(Gather):
             body = self.write(good, state, context)
         if context.bare:
             return Message(body.words, body.undo, body.sent, None, body.sent_norm, finite)
-        parts = header.Parts.bare(finite, body.words)
-        data = kernels.select(grad.device).seal(self._shape(context), context.step, parts)
+        nothing = body.words.new_empty(0)  # the head of such a message tells of nothing by tensor
+        parts = header.Parts(finite, nothing, nothing, nothing, None, body.words)
+        data = codec.select(grad.device).seal(self._shape(context), context.step, parts)
         return Message(data, body.undo, body.sent, None, body.sent_norm)
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
@@ -92,17 +94,17 @@ class Fixed(Gather):
         if context.bare:
             return self._decode_bare(messages, out, context)
         shape = self._shape(context)
-        problems = kernels.select(out.device).inspect(messages, shape, context.step)
+        problems = codec.select(out.device).inspect(messages, shape, context.step)
         if not context.dense:
             said, broken = self.read(messages[:, shape.body], context)
             problems = torch.cat([problems, broken[:, None]], 1)
+        bad = problems.any()
 
         def refuse() -> None:
             header.refuse(problems, (*header.PROBLEMS, BROKEN), messages, shape, context.step)
 
-        if out.device.type == "cpu":
+        if out.device.type == "cpu" and bad:
             refuse()
-        bad = problems.any()
         if context.dense:
             out.masked_fill_(~bad, 0.0)
         else:
@@ -116,14 +118,19 @@ class Fixed(Gather):
         none = bodies.new_zeros((), dtype=torch.bool)
         return Arrival(~none, None, none, lambda: None)
 
+    def words_in(self, context: Context) -> int:
+        """Length of a body in this step."""
+        return self.body_words(context.layout)
+
     def _shape(self, context: Context) -> header.Shape:
-        room = 0 if context.dense else self.body_words(context.layout)
-        return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
+        return _shape(context.layout, 0 if context.dense else self.words_in(context), codec.CHUNK)
 
 
-def rank_by_rank(
-    add: Callable[[Tensor, Tensor, float, Context], None], bodies: Tensor, out: Tensor, context: Context
-) -> None:
-    """add_all by add(body, out, weight, context): out += weight * body."""
-    for body in bodies:
-        add(body, out, 1 / len(bodies), context)
+@functools.lru_cache(maxsize=256)  # both sides of an exchange ask for the same, and so does the next step
+def _shape(layout: Layout, room: int, chunk: int) -> header.Shape:
+    return header.Shape(layout, room, chunk, header.BARE)
+
+
+def split(bodies: Tensor, n_scales: int) -> tuple[Tensor, Tensor]:
+    """The scales with which bodies [W, words] begin, float32 [W, n_scales], and what is behind them; views of both."""
+    return bodies[:, :n_scales].view(torch.float32), bodies[:, n_scales:]

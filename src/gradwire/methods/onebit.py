@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic import signs
-from gradwire.arithmetic.runs import columns_of
+from gradwire.arithmetic.finite import unsound
+from gradwire.arithmetic.groups import columns_of
 from gradwire.codec import fields
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
-from gradwire.methods.fixed import Body, Fixed
+from gradwire.methods.fixed import Body, Fixed, split
 from gradwire.methods.residual import WithResidual
 
 
@@ -36,26 +37,25 @@ class OneBit(WithResidual, Fixed):
         return 2 * len(columns_of(layout)) + fields.n_words(layout.numel, 1)
 
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
-        runs = columns_of(context.layout)
-        largest = signs.gather(grad, state.residual, runs)  # grad is p from here on
-        sums, lengths = signs.sides(grad, largest, runs), runs.lengths(grad.device)
+        columns = columns_of(context.layout)
+        largest = signs.gather(grad, state.residual, columns)  # grad is p from here on
+        sums, lengths = signs.sides(grad, largest, columns), columns.lengths(grad.device)
         n_above = lengths - sums.n_below
         # where there is no gradient both are 0: nothing is sent, and p - 0 is the r there was
-        high = runs.active((sums.above / n_above.clamp(min=1)).float(), context.active)
-        low = runs.active((sums.below / sums.n_below.clamp(min=1)).float(), context.active)
+        high = columns.active((sums.above / n_above.clamp(min=1)).float(), context.active)
+        low = columns.active((sums.below / sums.n_below.clamp(min=1)).float(), context.active)
         norm = (high.double() * n_above + low.double() * sums.n_below).sum().float()
         low = -low
-        bits = signs.settle(grad, high, low, False, state.residual, runs)
+        bits = signs.settle(grad, high, low, False, state.residual, columns)
         words = torch.cat([high.view(torch.int32), low.view(torch.int32), bits])
         return Body(words, norm, lambda: state.residual.copy_(grad))
 
     def read(self, bodies: Tensor, context: Context) -> tuple[signs.Said, Tensor]:
-        runs = columns_of(context.layout)
-        values = bodies[:, : 2 * len(runs)].contiguous().view(torch.float32)
-        high, low = values[:, : len(runs)], values[:, len(runs) :]
-        sound = ((high >= 0) & (high <= signs.LARGEST) & (low <= 0) & (low >= -signs.LARGEST)).all(1)
+        n_columns = len(columns_of(context.layout))
+        values, bits = split(bodies, 2 * n_columns)
+        high, low = values[:, :n_columns], values[:, n_columns:]
         share = 1 / len(bodies)
-        return signs.Said(bodies[:, 2 * len(runs) :], high * share, low * share), ~sound
+        return signs.Said(bits, high * share, low * share), unsound(torch.cat([high, -low], 1))
 
     def add_all(self, said: signs.Said, out: Tensor, context: Context) -> None:
         signs.add(*said, out, columns_of(context.layout))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic import signs
-from gradwire.arithmetic.runs import tensors_of
+from gradwire.arithmetic.finite import unsound
+from gradwire.arithmetic.groups import groups_of
 from gradwire.codec import fields
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
-from gradwire.methods.fixed import Body, Fixed
+from gradwire.methods.fixed import Body, Fixed, split
 from gradwire.methods.residual import WithResidual
 
 
@@ -60,33 +61,31 @@ class SignSGD(WithResidual, Fixed):
         return fields.n_words(len(layout), 1) if self.vote else len(layout)
 
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
-        runs, zero_below = tensors_of(context.layout), context.step % 2 == 1
-        largest = signs.gather(grad, state.residual if self.feedback else None, runs)  # grad is p from here on
-        lengths = runs.lengths(grad.device)
+        tensors, zero_below = groups_of(context.layout, None), context.step % 2 == 1
+        largest = signs.gather(grad, state.residual if self.feedback else None, tensors)  # grad is p from here on
+        lengths = tensors.lengths(grad.device)
         if self.vote:
-            votes = runs.active(largest, context.active) > 0
+            votes = tensors.active(largest, context.active) > 0
             return Body(torch.cat([fields.pack(votes, 1), signs.pack(grad, zero_below)]), (votes * lengths).sum())
-        total = signs.magnitudes(grad, largest, runs)
+        total = signs.magnitudes(grad, largest, tensors)
         # where there is no gradient the scale is 0: nothing is sent, and p - 0 is the r there was
-        scale = runs.active((total / lengths.clamp(min=1)).float(), context.active)
+        scale = tensors.active((total / lengths.clamp(min=1)).float(), context.active)
         norm = torch.dot(scale.double(), lengths.double()).float()
         if not self.feedback:
             return Body(torch.cat([scale.view(torch.int32), signs.pack(grad, zero_below)]), norm)
-        bits = signs.settle(grad, scale, -scale, zero_below, state.residual, runs)
+        bits = signs.settle(grad, scale, -scale, zero_below, state.residual, tensors)
         return Body(torch.cat([scale.view(torch.int32), bits]), norm, lambda: state.residual.copy_(grad))
 
     def read(self, bodies: Tensor, context: Context) -> tuple[signs.Said, Tensor]:
-        begin = self._head_words(context.layout)
+        scales, bits = split(bodies, self._head_words(context.layout))
         if self.vote:
-            sizes = torch.stack([fields.unpack(body, 1, len(context.layout)) for body in bodies[:, :begin]]).float()
-            sound = torch.ones(len(bodies), dtype=torch.bool, device=bodies.device)
-        else:
-            scales = bodies[:, :begin].contiguous().view(torch.float32)
-            sound = ((scales >= 0) & (scales <= signs.LARGEST)).all(1)
-            sizes = scales * (1 / len(bodies))
-        return signs.Said(bodies[:, begin:], sizes, -sizes), ~sound
+            votes = scales.view(torch.int32)
+            sizes = torch.stack([fields.unpack(row, 1, len(context.layout)) for row in votes]).float()
+            return signs.Said(bits, sizes, -sizes), torch.zeros(len(bodies), dtype=torch.bool, device=bodies.device)
+        sizes = scales * (1 / len(bodies))
+        return signs.Said(bits, sizes, -sizes), unsound(scales)
 
     def add_all(self, said: signs.Said, out: Tensor, context: Context) -> None:
-        signs.add(*said, out, tensors_of(context.layout))
+        signs.add(*said, out, groups_of(context.layout, None))
         if self.vote:
             out.sign_()

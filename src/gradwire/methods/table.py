@@ -11,10 +11,10 @@ from typing import Any, get_args, get_type_hints
 
 from gradwire.methods.adacomp.definition import AdaComp as AdaComp
 from gradwire.methods.base import Compressor, checked
-from gradwire.methods.bf16 import BF16 as BF16
+from gradwire.methods.dense import BF16 as BF16
+from gradwire.methods.dense import FP16 as FP16
 from gradwire.methods.dense import Dense as Dense
 from gradwire.methods.fp8.definition import FP8 as FP8
-from gradwire.methods.fp16 import FP16 as FP16
 from gradwire.methods.momentum_dct.definition import MomentumDCT as MomentumDCT
 from gradwire.methods.onebit import OneBit as OneBit
 from gradwire.methods.powersgd import PowerSGD as PowerSGD

@@ -6,31 +6,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.arithmetic.finite import LARGEST
+from gradwire.arithmetic.groups import ScaleGroups
+from gradwire.arithmetic.groups_cpu import collect, largest_bits, parts_of_groups
 from gradwire.compile.machine_code import Array, machine_code
-from gradwire.compile.threads import SMALL, shared
+from gradwire.compile.threads import shared
 
-LARGEST = np.float32(3.4028234663852886e38)
-MAGNITUDE = np.int32(0x7FFFFFFF)
-TILE = 16  # elements whose largest is found in one go; mostly none of them passes
+MOST = np.float32(LARGEST)
 ZERO = np.float32(0)
 
 
-def select(residual: Tensor, grad: Tensor, live: Tensor | None, begins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def select(residual: Tensor, grad: Tensor, live: Tensor | None, bins: ScaleGroups) -> tuple[Tensor, Tensor, Tensor]:
     """r += g; the places of those that pass, int64 [n], max |G| by bin, float32 [B], and whether all was finite.
 
-    begins: of the bins, int64 [B + 1]; live: bool [B], those in tensors with a gradient, None: all.
+    live: bool [B], those in tensors with a gradient, None: all.
     """
-    n_bins, numel = len(begins) - 1, len(residual)
-    n_parts = max(1, min(torch.get_num_threads(), numel // SMALL))
-    cuts = [n_bins * part // n_parts for part in range(n_parts + 1)]
-    parts = [(part, cuts[part], cuts[part + 1]) for part in range(n_parts)]
-    alive = np.ones(n_bins, np.bool_) if live is None else live.numpy()
-    places, largest, found = np.empty(numel, np.int32), np.zeros(n_bins, np.float32), np.zeros((n_parts, 2), np.int64)
-    edges = begins.numpy()
-    shared(parts, _select, edges, alive, residual.numpy(), grad.numpy(), places, largest, found)
-    runs = [places[edges[first] : edges[first] + found[part, 0]] for part, first, _ in parts]
-    chosen = np.concatenate(runs, dtype=np.int64)
-    return torch.from_numpy(chosen), torch.from_numpy(largest), torch.tensor(not found[:, 1].any())
+    parts = [(part, first, last) for part, (first, last) in enumerate(parts_of_groups(bins))]
+    alive = np.ones(len(bins), np.bool_) if live is None else live.numpy()
+    places, tops = np.empty(bins.numel, np.int32), np.zeros(len(bins), np.int32)
+    found = np.zeros((len(parts), 2), np.int64)
+    shared(parts, _select, bins.begins, bins.ends, alive, residual.numpy(), grad.numpy(), places, tops, found)
+    lists = [places[bins.begins[first] :][: found[part, 0]] for part, first, last in parts if first < last]
+    chosen = np.concatenate([np.empty(0, np.int64), *lists], dtype=np.int64)
+    return torch.from_numpy(chosen), torch.from_numpy(tops).view(torch.float32), torch.tensor(not found[:, 1].any())
 
 
 @machine_code
@@ -39,28 +37,28 @@ def _select(
     first: int,
     last: int,
     begins: Array,
+    ends: Array,
     live: Array,
     residual: Array,
     grad: Array,
     places: Array,
-    largest: Array,
+    tops: Array,
     found: Array,
 ) -> None:
     """The bins first .. last - 1; places from the part's own begin on; found[part]: how many, whether any was bad."""
+    if first == last:
+        return
     longest = 0
     for one in range(first, last):
-        longest = max(longest, begins[one + 1] - begins[one])
-    reach, tops = np.empty(longest, np.float32), np.empty(1, np.int32)
-    out, bad = begins[first], np.int32(0)
+        longest = max(longest, ends[one] - begins[one])
+    reach, out, bad = np.empty(longest, np.float32), begins[first], np.int32(0)
     for one in range(first, last):
         if not live[one]:
             continue
-        begin, end = begins[one], begins[one + 1]
-        r, h = residual[begin:end], reach[: end - begin]
-        bad |= _accumulate(r, grad[begin:end], h)
-        tops[0] = _top(r.view(np.int32))
-        largest[one] = tops.view(np.float32)[0]
-        out = _collect(r, h.view(np.int32), tops[0], begin, places, out)
+        r, h = residual[begins[one] : ends[one]], reach[: ends[one] - begins[one]]
+        bad |= _accumulate(r, grad[begins[one] : ends[one]], h)
+        tops[one] = largest_bits(r)
+        out = collect(h.view(np.int32), r, tops[one], begins[one], places, out)
     found[part, 0], found[part, 1] = out - begins[first], bad
 
 
@@ -70,36 +68,9 @@ def _accumulate(r: Array, g: Array, h: Array) -> np.int32:
     bad = np.int32(0)
     for i in range(r.size):
         total = r[i] + g[i]
-        good = abs(total) <= LARGEST
+        good = abs(total) <= MOST
         total = total if good else r[i]
         h[i] = total + (g[i] if good else ZERO)
         r[i] = total
         bad |= np.int32(not good)
     return bad
-
-
-@machine_code
-def _top(bits: Array) -> np.int32:
-    """The bits of the largest size: integers, so that the loop is vectorized."""
-    top = np.int32(0)
-    for i in range(bits.size):
-        top = max(top, bits[i] & MAGNITUDE)
-    return top
-
-
-@machine_code
-def _collect(r: Array, reach: Array, top: np.int32, begin: int, places: Array, out: int) -> int:
-    """Writes down who passes, from `out` on; where it stopped."""
-    whole = r.size // TILE * TILE
-    for tile in range(0, r.size, TILE):
-        if tile < whole:
-            most = np.int32(0)
-            for i in range(TILE):
-                most = max(most, reach[tile + i] & MAGNITUDE)
-            if most < top:
-                continue
-        for i in range(tile, min(tile + TILE, r.size)):
-            if (reach[i] & MAGNITUDE) >= top and r[i] != ZERO:
-                places[out] = begin + i
-                out += 1
-    return out

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire import codec as kernels
+from gradwire import codec
+from gradwire.arithmetic.finite import unsound
+from gradwire.arithmetic.groups import ScaleGroups, cut
 from gradwire.codec import header, numba_ready
 from gradwire.codec.form import Blocks, block_length, room_words
 from gradwire.codec.interface import GOLDEN, NOTHING
@@ -19,19 +20,10 @@ from gradwire.methods.base import Arrival, Context, Gather, Message
 from gradwire.methods.residual import Residual, WithResidual
 
 BROKEN = ("does not hold what its directory says", "has a scale that is no number >= 0")
-PLACE = kernels.CHUNK - 1  # the bits of a word that say where
+PLACE = codec.CHUNK - 1  # the bits of a word that say where
 
 
-class Bins(NamedTuple):
-    """How a bucket is cut, on one device: B bins, none across two tensors; K tensors."""
-
-    lengths: Tensor  # int64 [B], elements of each bin
-    in_tensor: Tensor  # int64 [K], bins of each tensor
-    begins: Tensor  # int64 [B + 1], where the bins begin, and the last ends
-    edges: Tensor  # int64 [K + 1], the same of the tensors
-
-
-class Counted(NamedTuple):
+class CountedPlaces(NamedTuple):
     """Who passes, where nobody waits to know how many: the number of them up to each place."""
 
     upto: Tensor  # int32 [N]
@@ -45,7 +37,7 @@ class Counted(NamedTuple):
         return torch.searchsorted(self.upto, (ordinals + 1).int()).clamp_(max=len(self.upto) - 1)
 
 
-class Listed(NamedTuple):
+class ListedPlaces(NamedTuple):
     """The same, where their places are known."""
 
     places: Tensor  # int64 [n], ascending
@@ -58,7 +50,7 @@ class Listed(NamedTuple):
         return self.places[ordinals.clamp(max=n_places - 1)] if n_places else torch.zeros_like(ordinals)
 
 
-Passing = Counted | Listed
+Passing = CountedPlaces | ListedPlaces
 
 
 class Chosen(NamedTuple):
@@ -93,11 +85,12 @@ class AdaComp(WithResidual, Gather):
                 raise ValueError(f"AdaComp: {name} must be a whole number >= 1, got {value}")
 
     def encode(self, grad: Tensor, moment: Tensor, state: Residual, context: Context) -> Message:
-        bins, residual = _bins(context.layout, self.bin, self.convolution_bin, grad.device), state.residual
+        bins, residual = _bins(context.layout, self.bin, self.convolution_bin), state.residual
         passing, largest, finite = _select(grad, residual, bins, context)
-        sums = torch.segment_reduce(largest.double(), "sum", lengths=bins.in_tensor, initial=0, unsafe=True)
-        scales = (sums / bins.in_tensor.clamp(min=1)).float()
-        chosen = _fit(passing, bins, context)
+        n_bins = bins.n_groups(grad.device)
+        sums = torch.segment_reduce(largest.double(), "sum", lengths=n_bins, initial=0, unsafe=True)
+        scales = (sums / n_bins).float()
+        chosen = _fit(passing, context, grad.device)
         before = residual[chosen.places]
         values = torch.copysign(scales[chosen.tensors], before).masked_fill_(~chosen.valid, 0.0)
         residual.index_add_(0, chosen.places, values, alpha=-1)
@@ -112,7 +105,7 @@ class AdaComp(WithResidual, Gather):
     def _message(
         self, finite: Tensor, chosen: Chosen, passed: Tensor, before: Tensor, scales: Tensor, context: Context
     ) -> Tensor:
-        kernel, chunk = kernels.select(before.device), kernels.CHUNK
+        kernel, chunk = codec.select(before.device), codec.CHUNK
         words = (chosen.places % chunk).int() | torch.signbit(before).int() << 31
         counts = torch.zeros(self._shape(context).chunks, dtype=torch.int32, device=before.device)
         counts.index_add_(0, chosen.places // chunk, chosen.valid.int())
@@ -125,13 +118,12 @@ class AdaComp(WithResidual, Gather):
 
     def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
         """out = the mean over the ranks, in rank order; nothing changes on error."""
-        kernel, shape, blocks = kernels.select(out.device), self._shape(context), self._blocks(context)
+        kernel, shape, blocks = codec.select(out.device), self._shape(context), self._blocks(context)
         problems = kernel.inspect(messages, shape, context.step)
         body, orders, sound = messages[:, shape.body], messages[:, shape.orders], ~problems.any(1)
-        words, counts, broken = kernel.unpack(orders, body[:, : blocks.words], sound, blocks, kernels.CHUNK)
+        words, counts, broken = kernel.unpack(orders, body[:, : blocks.words], sound, blocks, codec.CHUNK)
         scales = body[:, blocks.words :].contiguous().view(torch.float32)
-        wrong = ~(torch.isfinite(scales) & (scales >= 0)).all(1)
-        problems = torch.cat([problems, broken[:, None], wrong[:, None]], 1)
+        problems = torch.cat([problems, broken[:, None], unsound(scales)[:, None]], 1)
 
         def refuse() -> None:
             header.refuse(problems, header.PROBLEMS + BROKEN, messages, shape, context.step)
@@ -155,43 +147,40 @@ class AdaComp(WithResidual, Gather):
 
     def _shape(self, context: Context) -> header.Shape:
         room = self._blocks(context).words + len(context.layout)
-        return header.Shape(context.layout, room, kernels.CHUNK, header.COMPACT)
+        return header.Shape(context.layout, room, codec.CHUNK, header.COMPACT)
 
     def _blocks(self, context: Context) -> Blocks:
         return Blocks.of(context.layout, context.capacity, hybrid=True)
 
 
-def _select(grad: Tensor, residual: Tensor, bins: Bins, context: Context) -> tuple[Passing, Tensor, Tensor]:
+def _select(grad: Tensor, residual: Tensor, bins: ScaleGroups, context: Context) -> tuple[Passing, Tensor, Tensor]:
     """r = G; who passes, max |G| of the bins [B], 0 in tensors without a gradient, and whether all was finite."""
-    active, numel = context.active, context.layout.numel
-    live = None if active is None else torch.repeat_interleave(active, bins.in_tensor, output_size=len(bins.lengths))
+    live = None if context.active is None else bins.of_tensors(context.active)
     if numba_ready(grad.device):
-        from gradwire.methods.adacomp import cpu as compiled_adacomp
+        from gradwire.methods.adacomp import cpu
 
-        places, largest, finite = compiled_adacomp.select(residual, grad, live, bins.begins)
-        return Listed(places), largest, finite
+        places, largest, finite = cpu.select(residual, grad, live, bins)
+        return ListedPlaces(places), largest, finite
     bad = ~torch.isfinite(residual + grad)
     good = context.only(grad.masked_fill(bad, 0.0))
     residual += good  # a bad value adds nothing
-    largest = torch.segment_reduce(residual.abs(), "max", lengths=bins.lengths, unsafe=True)
-    reach = torch.repeat_interleave(largest, bins.lengths, output_size=numel)
-    passes = ((residual + good).abs() >= reach) & (residual != 0)
+    largest = bins.largest(residual)
+    passes = ((residual + good).abs() >= bins.spread(largest)) & (residual != 0)
     if live is not None:
-        largest = largest.where(live, 0.0)
-        awake = torch.repeat_interleave(live, bins.lengths, output_size=numel)
+        largest, awake = largest.where(live, 0.0), bins.spread(live)
         passes, bad = passes & awake, bad & awake
-    return Counted(passes.cumsum(0, dtype=torch.int32)), largest, ~bad.any()
+    return CountedPlaces(passes.cumsum(0, dtype=torch.int32)), largest, ~bad.any()
 
 
-def _fit(passing: Passing, bins: Bins, context: Context) -> Chosen:
+def _fit(passing: Passing, context: Context, device: torch.device) -> Chosen:
     """Those that pass and have room: tensor by tensor, from a place on that rotates, and from the front again."""
-    device = bins.edges.device
     starts = [context.step * GOLDEN % max(1, slot.numel) for slot in context.layout]
     start, room = torch.tensor([starts, context.capacity]).to(device, non_blocking=True)
-    begin = passing.before(bins.edges[:-1])
-    passed = passing.before(bins.edges[1:]) - begin
+    edges = _edges(context.layout, device)
+    before = passing.before(edges)
+    begin, passed = before[:-1], before.diff()
     counts = torch.minimum(passed, room)
-    skipped = (passing.before(bins.edges[:-1] + start) - begin).where(passed > room, 0)
+    skipped = (passing.before(edges[:-1] + start) - begin).where(passed > room, 0)
     again = (skipped + counts - passed).clamp(min=0)  # sent from the front
 
     number, ends = torch.arange(sum(context.capacity), device=device), counts.cumsum(0)
@@ -206,21 +195,18 @@ def _add(words: Tensor, counts: Tensor, scales: Tensor, out: Tensor, layout: Lay
     number, ends = torch.arange(len(words), device=out.device), counts.cumsum(0)
     chunk = torch.searchsorted(ends, number, right=True)
     idle = number >= ends[-1]
-    places = ((words & PLACE) + chunk * kernels.CHUNK).masked_fill_(idle, 0)
+    places = ((words & PLACE) + chunk * codec.CHUNK).masked_fill_(idle, 0)
     sizes = scales[layout.slot_of(places)].masked_fill_(idle, 0.0)
     out.index_add_(0, places, torch.where(words < 0, -sizes, sizes))
 
 
 @lru_cache(maxsize=64)
-def _bins(layout: Layout, length: int, convolution_length: int, device: torch.device) -> Bins:
-    """Made once a bucket: every bin but a tensor's last is full."""
-    lengths: list[int] = []
-    in_tensor: list[int] = []
-    for slot in layout:
-        full = length if len(slot.shape) < 3 else convolution_length
-        whole, rest = divmod(slot.numel, full)
-        lengths += [full] * whole + [rest] * (rest > 0)
-        in_tensor.append(whole + (rest > 0))
-    edges = [0, *(slot.offset + slot.numel for slot in layout)]
-    columns = (lengths, in_tensor, [0, *accumulate(lengths)], edges)
-    return Bins(*(torch.tensor(column, dtype=torch.int64, device=device) for column in columns))
+def _bins(layout: Layout, length: int, convolution_length: int) -> ScaleGroups:
+    """Every bin but a tensor's last is full."""
+    return cut(layout, [length if len(slot.shape) < 3 else convolution_length for slot in layout])
+
+
+@lru_cache(maxsize=64)
+def _edges(layout: Layout, device: torch.device) -> Tensor:
+    """Where the tensors begin, and the last ends, int64 [K + 1]."""
+    return torch.tensor([0, *(slot.offset + slot.numel for slot in layout)], device=device)

@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.runs import Runs
-from gradwire.arithmetic.runs_cpu import MAGNITUDE, largest, parts
+from gradwire.arithmetic.groups import ScaleGroups
+from gradwire.arithmetic.groups_cpu import MAGNITUDE, parts
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
-from gradwire.methods.fp8.definition import CODE, FORMATS
 
-__all__ = ["add", "largest", "largest_codes", "round_to"]
-
-MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
-BIAS = {"e4m3": 7, "e5m2": 15}
-MANTISSA, SIGN = np.int32(0x007FFFFF), np.int32(0x80)
+MANTISSA, SIGN, CODE = np.int32(0x007FFFFF), np.int32(0x80), np.uint8(0x7F)
 TILE = 4096  # elements of a result that stay in the first cache while all ranks are added to them
 
 
-def round_to(format: str, grad: Tensor, scale: Tensor, codes: Tensor, runs: Runs) -> None:
+def round_to(dtype: torch.dtype, grad: Tensor, scale: Tensor, codes: Tensor, tensors: ScaleGroups) -> None:
     """codes [N] = the nearest of the format to grad / scale, to the even one of two."""
-    shift = np.int32(23 - MANTISSA_BITS[format])
-    least = np.int32((128 - BIAS[format]) << 23)  # the bits of its smallest normal number, 2^(1 - bias)
+    kind = torch.finfo(dtype)
+    shift = np.int32(23 + math.log2(kind.eps))
+    least = np.float32(kind.smallest_normal).view(np.int32)
     # below it the numbers are evenly spaced, as float32's are from `even` on: adding that rounds to them
-    even = np.float32(2.0 ** (1 - BIAS[format] - MANTISSA_BITS[format] + 23))
+    even = np.float32(kind.smallest_normal * kind.eps * 2.0**23)
     rule = (shift, least, even)
-    shared(parts(runs.numel), _round, grad.numpy(), scale.numpy(), *rule, runs.ends, codes.numpy())
+    shared(parts(tensors.numel), _round, grad.numpy(), scale.numpy(), *rule, tensors.ends, codes.numpy())
 
 
 def largest_codes(codes: Tensor) -> Tensor:
@@ -40,16 +37,16 @@ def largest_codes(codes: Tensor) -> Tensor:
     return torch.from_numpy(tops.max(0))
 
 
-def add(format: str, codes: Tensor, shares: Tensor, out: Tensor, runs: Runs) -> None:
+def add(dtype: torch.dtype, codes: Tensor, shares: Tensor, out: Tensor, tensors: ScaleGroups) -> None:
     """out += share * code of each rank, in rank order."""
-    table = _numbers(format).numpy()
-    shared(parts(runs.numel), _add, codes.numpy(), shares.numpy(), table, runs.ends, out.numpy())
+    table = _numbers(dtype).numpy()
+    shared(parts(tensors.numel), _add, codes.numpy(), shares.numpy(), table, tensors.ends, out.numpy())
 
 
 @functools.cache
-def _numbers(format: str) -> Tensor:
+def _numbers(dtype: torch.dtype) -> Tensor:
     """What each of the 256 codes means."""
-    return torch.arange(256, dtype=torch.uint8).view(FORMATS[format]).float()
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
 @machine_code
@@ -65,13 +62,13 @@ def _round(
     ends: Array,
     codes: Array,
 ) -> None:
-    run, at = np.searchsorted(ends, begin, side="right"), begin
+    group, at = np.searchsorted(ends, begin, side="right"), begin
     scaled, spaced = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
     while at < end:
-        while ends[run] <= at:
-            run += 1
-        stop = min(end, ends[run], at + TILE)
-        _divide(grad[at:stop], scales[run], even, scaled, spaced)
+        while ends[group] <= at:
+            group += 1
+        stop = min(end, ends[group], at + TILE)
+        _divide(grad[at:stop], scales[group], even, scaled, spaced)
         _encode(scaled.view(np.int32), spaced.view(np.int32), shift, least, codes[at:stop])
         at = stop
 
@@ -106,7 +103,7 @@ def _largest_codes(part: int, begin: int, end: int, codes: Array, tops: Array) -
 def _top(codes: Array) -> np.uint8:
     top = np.uint8(0)
     for i in range(codes.size):
-        top = max(top, codes[i] & np.uint8(CODE))
+        top = max(top, codes[i] & CODE)
     return top
 
 
@@ -119,16 +116,16 @@ def _add(part: int, begin: int, end: int, codes: Array, shares: Array, table: Ar
         while ends[start] <= first:
             start += 1
         for rank in range(codes.shape[0]):
-            run, at = start, first
+            group, at = start, first
             while at < last:
-                while ends[run] <= at:
-                    run += 1
-                stop = min(last, ends[run])
-                _add_run(codes[rank, at:stop], shares[rank, run], table, out[at:stop])
+                while ends[group] <= at:
+                    group += 1
+                stop = min(last, ends[group])
+                _add_group(codes[rank, at:stop], shares[rank, group], table, out[at:stop])
                 at = stop
 
 
 @machine_code
-def _add_run(codes: Array, share: np.float32, table: Array, out: Array) -> None:
+def _add_group(codes: Array, share: np.float32, table: Array, out: Array) -> None:
     for i in range(codes.size):
         out[i] += table[codes[i]] * share

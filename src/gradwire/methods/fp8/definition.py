@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.runs import tensors_of
+from gradwire.arithmetic.groups import groups_of
 from gradwire.codec import SMALLEST, numba_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
-from gradwire.methods.fixed import Body, Fixed
+from gradwire.methods.fixed import Body, Fixed, split
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 CODE = 0x7F  # the bits of a code without its sign
@@ -40,19 +40,24 @@ class FP8(Fixed):
     def body_words(self, layout: Layout) -> int:
         return len(layout) + -(-layout.numel // 4)
 
-    def write(self, grad: Tensor, state: Any, context: Context) -> Body:
-        runs = tensors_of(context.layout)
-        words = torch.zeros(self.body_words(context.layout), dtype=torch.int32, device=grad.device)
-        codes = words[len(runs) :].view(torch.uint8)[: runs.numel]
-        scale = words[: len(runs)].view(torch.float32)
-        if numba_ready(grad.device):
-            from gradwire.methods.fp8 import cpu as compiled_fp8
+    @property
+    def _dtype(self) -> torch.dtype:
+        return FORMATS[self.format]
 
-            self._scales(compiled_fp8.largest(grad, runs), scale)
-            compiled_fp8.round_to(self.format, grad, scale, codes, runs)
+    def write(self, grad: Tensor, state: Any, context: Context) -> Body:
+        tensors = groups_of(context.layout, None)
+        words = torch.zeros(self.body_words(context.layout), dtype=torch.int32, device=grad.device)
+        codes = words[len(tensors) :].view(torch.uint8)[: tensors.numel]
+        scale = words[: len(tensors)].view(torch.float32)
+        if numba_ready(grad.device):
+            from gradwire.arithmetic import groups_cpu
+            from gradwire.methods.fp8 import cpu
+
+            self._scales(groups_cpu.largest(grad, tensors), scale)
+            cpu.round_to(self._dtype, grad, scale, codes, tensors)
         else:
-            self._scales(runs.largest(grad), scale)
-            codes.copy_((grad / runs.spread(scale)).to(FORMATS[self.format]).view(torch.uint8))
+            self._scales(tensors.largest(grad), scale)
+            codes.copy_((grad / tensors.spread(scale)).to(self._dtype).view(torch.uint8))
         return Body(words, grad.abs_().sum())  # what was sent, to rounding
 
     def _scales(self, largest: Tensor, scale: Tensor) -> None:
@@ -60,30 +65,29 @@ class FP8(Fixed):
 
         By a tensor: a GPU multiplies with the inverse of a number from Python, which has other last bits.
         """
-        most = torch.full_like(largest, torch.finfo(FORMATS[self.format]).max)
+        most = torch.full_like(largest, torch.finfo(self._dtype).max)
         torch.clamp(largest / most, min=SMALLEST, out=scale)
 
     def read(self, bodies: Tensor, context: Context) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The codes, and the scales over W. No product of the two is infinite."""
-        runs = tensors_of(context.layout)
-        scales = bodies[:, : len(runs)].contiguous().view(torch.float32)
-        codes = bodies[:, len(runs) :].contiguous().view(torch.uint8)[:, : runs.numel]
+        scales, words = split(bodies, len(context.layout))
+        codes = words.contiguous().view(torch.uint8)[:, : context.layout.numel]
         if numba_ready(bodies.device):
-            from gradwire.methods.fp8 import cpu as compiled_fp8
+            from gradwire.methods.fp8 import cpu
 
-            top = compiled_fp8.largest_codes(codes)
+            top = cpu.largest_codes(codes)
         else:
             top = torch.nn.functional.pad(codes & CODE, (0, 1)).amax(1)  # there may be no element
-        most = torch.finfo(FORMATS[self.format]).max
+        most = torch.finfo(self._dtype).max
         sound = ((scales > 0) & torch.isfinite(scales * most)).all(1) & (top <= LARGEST_CODE[self.format])
         return (codes, scales * (1 / len(bodies))), ~sound
 
     def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
-        runs, (codes, shares) = tensors_of(context.layout), said
+        tensors, (codes, shares) = groups_of(context.layout, None), said
         if numba_ready(out.device):
-            from gradwire.methods.fp8 import cpu as compiled_fp8
+            from gradwire.methods.fp8 import cpu
 
-            compiled_fp8.add(self.format, codes, shares, out, runs)
+            cpu.add(self._dtype, codes, shares, out, tensors)
             return
         for row, share in zip(codes, shares, strict=True):
-            out += row.view(FORMATS[self.format]).float() * runs.spread(share)
+            out += row.view(self._dtype).float() * tensors.spread(share)

@@ -74,16 +74,11 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Tiles:
+class CosineTiles:
     """The regions of a bucket by the size of their tiles, and the groups that they make."""
 
     layout: Layout
     regions: tuple[Region, ...]
-
-    @classmethod
-    def of(cls, layout: Layout, chunk: int) -> Tiles:
-        """Kept for the last few buckets."""
-        return _tiles(layout, chunk)
 
     @cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -128,13 +123,13 @@ def _between(left: Tensor, tiles: Tensor, right: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _tiles(layout: Layout, chunk: int) -> Tiles:
+def tiles_of(layout: Layout, chunk: int) -> CosineTiles:
     regions = sorted((region for slot in layout for region in _regions(slot, chunk)), key=lambda region: region.size)
     placed, begin = [], 0
     for region in regions:
         placed.append(Region(region.slot, region.rows, region.columns, region.tile, begin))
         begin += region.count * region.size
-    return Tiles(layout, tuple(placed))
+    return CosineTiles(layout, tuple(placed))
 
 
 def _regions(slot: Slot, chunk: int) -> list[Region]:

@@ -12,7 +12,7 @@ from gradwire.codec.compact_bits import MASK, SPARE, deposit, fetch, signed, uns
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.momentum_dct.cosine import Group, Tiles
+from gradwire.methods.momentum_dct.cosine import CosineTiles, Group, tiles_of
 from gradwire.methods.residual import Residual, WithResidual
 
 LONGEST = 128  # side of a tile: its places then have 14 bits
@@ -50,11 +50,11 @@ class MomentumDCT(WithResidual, Fixed):
             raise ValueError(f"MomentumDCT: momentum must be in (0, 1], got {self.momentum}")
 
     def body_words(self, layout: Layout) -> int:
-        groups = Tiles.of(layout, self.chunk).groups
+        groups = tiles_of(layout, self.chunk).groups
         return -(-sum(self._n_fields(group) * _width(group) for group in groups) // 32)
 
     def write(self, grad: Tensor, state: Residual, context: Context) -> Body:
-        tiles, residual = Tiles.of(context.layout, self.chunk), state.residual
+        tiles, residual = tiles_of(context.layout, self.chunk), state.residual
         self.accumulate(grad, state, context)
         before = residual.clone()
         coefficients = tiles.transform(context.only(before))
@@ -86,7 +86,7 @@ class MomentumDCT(WithResidual, Fixed):
 
     def read(self, bodies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """All ranks' components are added up, in rank order, before the one inverse transform."""
-        tiles, device = Tiles.of(context.layout, self.chunk), bodies.device
+        tiles, device = tiles_of(context.layout, self.chunk), bodies.device
         coefficients = torch.zeros(context.layout.numel, device=device)
         broken, fields = torch.zeros(len(bodies), dtype=torch.bool, device=device), list(self._fields(tiles, device))
         for rank, body in enumerate(bodies):
@@ -102,11 +102,11 @@ class MomentumDCT(WithResidual, Fixed):
         return coefficients, broken
 
     def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
-        Tiles.of(context.layout, self.chunk).inverse(said, out)
+        tiles_of(context.layout, self.chunk).inverse(said, out)
         if self.sign:
             out.sign_()
 
-    def _fields(self, tiles: Tiles, device: torch.device) -> Iterator[tuple[Group, Tensor]]:
+    def _fields(self, tiles: CosineTiles, device: torch.device) -> Iterator[tuple[Group, Tensor]]:
         """The groups, and the bits at which their fields begin: amplitude and place of one component each."""
         begin = 0
         for group in tiles.groups:

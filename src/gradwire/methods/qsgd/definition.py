@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gradwire.arithmetic import draws
-from gradwire.arithmetic.groups import Groups, folded, groups_of, largest
+from gradwire.arithmetic.finite import LARGEST, unsound
+from gradwire.arithmetic.groups import ScaleGroups, groups_of
 from gradwire.codec import fields, numba_ready, triton_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
-from gradwire.methods.fixed import Body, Fixed, rank_by_rank
+from gradwire.methods.fixed import Body, Fixed, split
 
 NORMS = ("l2", "max")
-LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,13 @@ class QSGD(Fixed):
         return len(groups_of(layout, self.group)) + fields.n_words(layout.numel, self.bits)
 
     def write(self, grad: Tensor, state: Nothing, context: Context) -> Body:
-        layout, groups = context.layout, groups_of(context.layout, self.group)
-        if numba_ready(grad.device):
-            from gradwire.methods.qsgd import cpu as compiled_qsgd
-
-            keys = draws.keys(self.seed, context.step, layout, context.rank)
-            return Body(*compiled_qsgd.write(grad, groups, keys, self.bits, self.norm == "max"))
-        if triton_ready(grad.device):
-            from gradwire.methods.qsgd import gpu as triton_qsgd
-
-            if triton_qsgd.serves(groups):
-                keys = draws.keys(self.seed, context.step, layout, context.rank)
-                return Body(*triton_qsgd.write(grad, groups, keys, self.bits, self.norm == "max"))
+        groups = groups_of(context.layout, self.group)
+        if (fast := _fast(grad.device, groups)) is not None:
+            keys = draws.keys(self.seed, context.step, context.layout, context.rank)
+            return Body(*fast.write(grad, groups, keys, self.bits, self.norm == "max"))
         return self.plain_write(grad, groups, context)
 
-    def plain_write(self, grad: Tensor, groups: Groups, context: Context) -> Body:
+    def plain_write(self, grad: Tensor, groups: ScaleGroups, context: Context) -> Body:
         """`write` in plain torch, on any device: the definition."""
         norms = self.norms(grad, groups)
         scale = groups.spread(norms)
@@ -79,46 +71,55 @@ class QSGD(Fixed):
         words = torch.cat([norms.view(torch.int32), fields.pack(codes, self.bits)])
         return Body(words, (level * scale).sum() / self.levels)
 
-    def norms(self, grad: Tensor, groups: Groups) -> Tensor:
+    def norms(self, grad: Tensor, groups: ScaleGroups) -> Tensor:
         """float32 [G]. Squares are in double precision, where those of the largest and smallest numbers have room."""
         if self.norm == "max":
-            return largest(grad, groups)
-        return folded(groups.rows(grad.double().square_())).sqrt_().clamp_(max=LARGEST).float()
+            return groups.largest(grad)
+        return groups.folded(grad.double().square_()).sqrt_().clamp_(max=LARGEST).float()
 
-    def read(self, bodies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        n_groups = len(groups_of(context.layout, self.group))
-        return bodies, unsound(bodies[:, :n_groups].view(torch.float32))
+    def read(self, bodies: Tensor, context: Context) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Norms and codes."""
+        norms, words = split(bodies, len(groups_of(context.layout, self.group)))
+        return (norms, words), unsound(norms)
 
-    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> None:
+    def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
+        """On a CPU all ranks in one pass, tile by tile."""
+        groups, (norms, words) = groups_of(context.layout, self.group), said
+        if numba_ready(out.device):
+            from gradwire.methods.qsgd import cpu
+
+            cpu.add(words, norms * self._share(norms), groups, self.bits, out)
+        else:
+            self.plain_add(norms, words, out, groups)
+
+    def plain_add(self, norms: Tensor, words: Tensor, out: Tensor, groups: ScaleGroups) -> None:
+        """`add_all` in plain torch, on any device: the definition."""
+        for norm, row in zip(norms, words, strict=True):
+            codes = fields.unpack(row, self.bits, groups.numel)
+            value = (codes & self.levels) * groups.spread(norm * self._share(norms))
+            out += torch.where(codes > self.levels, -value, value)
+
+    def put(self, said: tuple[Tensor, Tensor], out: Tensor, bad: Tensor, context: Context) -> None:
+        """On a GPU all ranks in one pass, and nothing is read of `out`."""
         groups = groups_of(context.layout, self.group)
-        norms = body[: len(groups)].view(torch.float32)
-        codes = fields.unpack(body[len(groups) :], self.bits, context.layout.numel)
-        value = (codes & self.levels) * groups.spread(norms * (weight / self.levels))
-        out += torch.where(codes > self.levels, -value, value)
+        if triton_ready(out.device) and (fast := _fast(out.device, groups)) is not None:
+            fast.put(*said, self._share(said[0]), groups, self.bits, out, bad)
+        else:
+            super().put(said, out, bad, context)
 
-    def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
-        """All ranks in one pass, tile by tile, where there is a compiler."""
-        if not numba_ready(out.device):
-            rank_by_rank(self.add, said, out, context)
-            return
-        from gradwire.methods.qsgd import cpu as compiled_qsgd
-
-        groups = groups_of(context.layout, self.group)
-        norms, words = said[:, : len(groups)].view(torch.float32), said[:, len(groups) :]
-        compiled_qsgd.add(words, norms * (1 / len(said) / self.levels), groups, self.bits, out)
-
-    def put(self, said: Tensor, out: Tensor, bad: Tensor, context: Context) -> None:
-        """On a GPU the same, and nothing is read of `out`."""
-        if triton_ready(out.device):
-            from gradwire.methods.qsgd import gpu as triton_qsgd
-
-            groups = groups_of(context.layout, self.group)
-            if triton_qsgd.serves(groups):
-                triton_qsgd.put(said, groups, self.bits, out, bad)
-                return
-        super().put(said, out, bad, context)
+    def _share(self, norms: Tensor) -> float:
+        """Of a rank's norm in the mean, for one level."""
+        return 1 / len(norms) / self.levels
 
 
-def unsound(norms: Tensor) -> Tensor:
-    """bool: norms [..., G] that no rank can have sent."""
-    return ~((norms >= 0) & (norms <= LARGEST)).all(-1)
+def _fast(device: torch.device, groups: ScaleGroups) -> ModuleType | None:
+    """The functions `write` and `add`, or `put`, compiled for the device, where there is a compiler."""
+    if triton_ready(device):
+        from gradwire.methods.qsgd import gpu
+
+        return gpu if gpu.serves(groups) else None
+    if numba_ready(device):
+        from gradwire.methods.qsgd import cpu
+
+        return cpu
+    return None

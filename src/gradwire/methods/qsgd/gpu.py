@@ -1,4 +1,4 @@
-"""QSGD for CUDA: the bits of qsgd.py in one pass over the gradient; plain torch makes some sixty.
+"""QSGD for CUDA: the bits of definition.py in one pass over the gradient; plain torch makes some sixty.
 
 `write_kernel` makes norms and codes, `pack_kernel` puts the codes into words, which do not begin where groups begin;
 `put_kernel` adds up the words of all ranks. A program of the first and the last works on `rows` whole groups, each
@@ -10,16 +10,13 @@ padded to `width`, a power of two.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gradwire.arithmetic.draws_gpu import chance, draw, load_key, table_of
-from gradwire.arithmetic.groups import Groups
+from gradwire.arithmetic.groups import Array, ScaleGroups
 from gradwire.codec import fields
 from gradwire.compile.launching import UNFUSED
 from gradwire.compile.tiles import on_device
@@ -43,7 +40,7 @@ def load_groups(table, n_groups, rows: tl.constexpr):
 
 @triton.jit
 def folded(values, rows: tl.constexpr, width: tl.constexpr, n_halvings: tl.constexpr):
-    """[rows, width] -> [rows], added in the order of groups.folded: a sum of two has only one order."""
+    """[rows, width] -> [rows], added in the order of ScaleGroups.folded: a sum of two has only one order."""
     for halving in tl.static_range(n_halvings):
         values = tl.sum(tl.reshape(values, (rows, 2, width >> (halving + 1))), axis=1)
     return tl.reshape(values, (rows,))
@@ -126,12 +123,12 @@ def put_kernel(
         tl.store(out + begin + lane, total, mask=inside)
 
 
-def serves(groups: Groups) -> bool:
+def serves(groups: ScaleGroups) -> bool:
     """Wider groups are for plain torch: a program holds a whole one."""
     return groups.size is not None and groups.size <= WIDEST
 
 
-def write(grad: Tensor, groups: Groups, keys: np.ndarray[Any, Any], bits: int, largest: bool) -> tuple[Tensor, Tensor]:
+def write(grad: Tensor, groups: ScaleGroups, keys: Array, bits: int, largest: bool) -> tuple[Tensor, Tensor]:
     """The body, and |sent|_1; keys: draws.keys."""
     device, n_groups, each = grad.device, len(groups), 32 // bits
     n_words, (rows, width) = fields.n_words(len(grad), bits), _cut(groups, WIDEST)
@@ -149,17 +146,15 @@ def write(grad: Tensor, groups: Groups, keys: np.ndarray[Any, Any], bits: int, l
     return body, sent.sum()
 
 
-def put(bodies: Tensor, groups: Groups, bits: int, out: Tensor, bad: Tensor) -> None:
-    """out = the mean of what the bodies [W, words] say; it stays as it is if bad []."""
+def put(norms: Tensor, words: Tensor, share: float, groups: ScaleGroups, bits: int, out: Tensor, bad: Tensor) -> None:
+    """out = the sum over the ranks of what norms [W, G] times `share` and words say; it stays as it is if bad []."""
     n_groups, (rows, width) = len(groups), _cut(groups, MOST_ADDED)
-    norms, words = bodies[:, :n_groups].view(torch.float32), bodies[:, n_groups:]
-    share = 1 / len(bodies) / ((1 << (bits - 1)) - 1)
-    given = (norms, words, bodies.stride(0), len(bodies), table_of(groups, out.device), n_groups, share)
+    given = (norms, words, norms.stride(0), len(norms), table_of(groups, out.device), n_groups, share)
     grid, warps = (triton.cdiv(n_groups, rows),), rows * width // ADDED
     put_kernel[grid](*given, out, bad.view(torch.uint8), bits, 32 // bits, rows, width, num_warps=warps, **UNFUSED)
 
 
-def _cut(groups: Groups, widest: int) -> tuple[int, int]:
+def _cut(groups: ScaleGroups, widest: int) -> tuple[int, int]:
     """(rows, width): groups of a program, and elements of each that it looks at together."""
     assert groups.size is not None
     width = min(triton.next_power_of_2(groups.size), widest)

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic import draws
-from gradwire.arithmetic.groups import groups_of, largest, sums
+from gradwire.arithmetic.finite import LARGEST, unsound
+from gradwire.arithmetic.groups import groups_of
 from gradwire.codec import numba_ready
 from gradwire.layout import Layout
 from gradwire.methods.base import Context, Nothing
-from gradwire.methods.fixed import Body, Fixed, rank_by_rank
-from gradwire.methods.qsgd.definition import LARGEST, unsound
+from gradwire.methods.fixed import Body, Fixed, split
+from gradwire.methods.terngrad import trits
 
-EACH = 5  # trits in a byte: 3^5 = 243
-PLACES = (1, 3, 9, 27, 81)
-TOP = 242
+BLOCK = 512  # elements of a tensor whose sum is taken first, before those of all its blocks
 
 
 @dataclass(frozen=True)
@@ -43,83 +42,82 @@ class TernGrad(Fixed):
             )
 
     def body_words(self, layout: Layout) -> int:
-        return len(layout) + _n_words(layout)
+        return len(layout) + trits.n_words(layout.numel)
 
     def write(self, grad: Tensor, state: Nothing, context: Context) -> Body:
-        layout = context.layout
+        layout, scales = context.layout, self.scales(grad, context.layout)
         if numba_ready(grad.device):
-            from gradwire.methods.terngrad import cpu as compiled_terngrad
+            from gradwire.methods.terngrad import cpu
 
+            body = torch.empty(self.body_words(layout), dtype=torch.int32)
+            body[: len(layout)] = scales.view(torch.int32)
             keys = draws.keys(self.seed, context.step, layout, context.rank)
-            return Body(*compiled_terngrad.write(grad, layout, keys, self.clip, _n_words(layout)))
-        scales = self.scales(grad, layout)
+            packed = body[len(layout) :].view(torch.uint8)
+            return Body(body, cpu.write(grad, scales, keys, groups_of(layout, None), packed))
         scale = layout.spread(scales)
         chance = draws.uniform(self.seed, context.step, layout, grad.device, context.rank)
         sent = (scale > 0) & (chance < torch.minimum(grad.abs(), scale) / scale)
-        trits = torch.zeros(_n_words(layout) * 4 * EACH, dtype=torch.uint8, device=grad.device)
-        trits[: layout.numel] = sent.byte() + (sent & (grad < 0)).byte()
-        columns = trits.view(-1, EACH)
-        packed = columns[:, 0].clone()
-        for number, place in enumerate(PLACES[1:], 1):
-            packed += columns[:, number] * place
-        return Body(torch.cat([scales.view(torch.int32), packed.view(torch.int32)]), (sent * scale).sum())
+        packed = trits.pack(sent.byte() + (sent & (grad < 0)).byte())
+        return Body(torch.cat([scales.view(torch.int32), packed]), (sent * scale).sum())
 
     def scales(self, grad: Tensor, layout: Layout) -> Tensor:
         """s, float32 [K]."""
-        tops = largest(grad, groups_of(layout, None))
+        tensors = groups_of(layout, None)
+        if numba_ready(grad.device):
+            from gradwire.arithmetic import groups_cpu
+
+            tops = groups_cpu.largest(grad, tensors)
+        else:
+            tops = tensors.largest(grad)
         if self.clip is None:
             return tops
-        return clipped(tops, deviations(grad, layout), self.clip)
+        deviation = deviations(grad, layout)
+        bounds = (deviation * self.clip).clamp_(max=LARGEST).float()
+        return torch.where(deviation > 0, torch.minimum(tops, bounds), tops)
 
-    def read(self, bodies: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        n_scales = len(context.layout)
-        scales, packed = bodies[:, :n_scales].view(torch.float32), bodies[:, n_scales:].view(torch.uint8)
-        return bodies, unsound(scales) | (packed > TOP).any(1)
+    def read(self, bodies: Tensor, context: Context) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The scales over W, and the bytes."""
+        scales, words = split(bodies, len(context.layout))
+        packed = words.view(torch.uint8)
+        return (scales * (1 / len(bodies)), packed), unsound(scales) | (packed > trits.TOP).any(1)
 
-    def add(self, body: Tensor, out: Tensor, weight: float, context: Context) -> None:
-        layout = context.layout
-        scales, packed = body[: len(layout)].view(torch.float32), body[len(layout) :].view(torch.uint8)
-        places = torch.tensor(PLACES, dtype=torch.uint8, device=out.device)
-        trits = (packed[:, None] // places % 3).flatten()[: layout.numel]
-        value = torch.where(trits == 0, 0.0, layout.spread(scales * weight))
-        out += torch.where(trits == 2, -value, value)
-
-    def add_all(self, said: Tensor, out: Tensor, context: Context) -> None:
+    def add_all(self, said: tuple[Tensor, Tensor], out: Tensor, context: Context) -> None:
         """On a CPU tile by tile, all ranks."""
-        if not numba_ready(out.device):
-            rank_by_rank(self.add, said, out, context)
+        layout, (shares, packed) = context.layout, said
+        if numba_ready(out.device):
+            from gradwire.methods.terngrad import cpu
+
+            cpu.add(packed, shares, groups_of(layout, None), out)
             return
-        from gradwire.methods.terngrad import cpu as compiled_terngrad
-
-        n_scales = len(context.layout)
-        scales, packed = said[:, :n_scales].view(torch.float32), said[:, n_scales:].view(torch.uint8)
-        compiled_terngrad.add(packed, scales * (1 / len(said)), context.layout, out)
-
-
-def _n_words(layout: Layout) -> int:
-    """Of the trits."""
-    return -(-layout.numel // (EACH * 4))
-
-
-def clipped(tops: Tensor, deviations: Tensor, clip: float) -> Tensor:
-    """s [K] of the largest |g| and the standard deviations."""
-    bounds = (deviations * clip).clamp_(max=LARGEST).float()
-    return torch.where(deviations > 0, torch.minimum(tops, bounds), tops)
+        for share, row in zip(shares, packed, strict=True):
+            each, value = trits.unpack(row, layout.numel), layout.spread(share)
+            value = torch.where(each == 0, 0.0, value)
+            out += torch.where(each == 2, -value, value)
 
 
 def deviations(grad: Tensor, layout: Layout) -> Tensor:
-    """Standard deviation of each tensor, float64 [K]."""
-    if not layout.numel:
-        return torch.zeros(len(layout), dtype=torch.float64, device=grad.device)
-    counts = layout.lengths(grad.device)
-    first = grad[(counts.cumsum(0) - counts).clamp_(max=layout.numel - 1)]
-    apart = grad.double() - layout.spread(first.double())
-    return deviation(sums(apart, layout), sums(apart.square(), layout), counts)
-
-
-def deviation(total: Tensor, squares: Tensor, counts: Tensor) -> Tensor:
-    """sqrt(mean d^2 - (mean d)^2) of the sums of d and d^2; d: the distance to the tensor's first element.
+    """Standard deviation of each tensor, float64 [K]: sqrt(mean d^2 - (mean d)^2), d the distance to its first element.
 
     So that it is 0 where all elements are the same, and for no others.
     """
+    if not layout.numel:
+        return torch.zeros(len(layout), dtype=torch.float64, device=grad.device)
+    counts, blocks = layout.lengths(grad.device), groups_of(layout, BLOCK)
+    firsts = grad[(counts.cumsum(0) - counts).clamp_(max=layout.numel - 1)]
+    if numba_ready(grad.device):
+        from gradwire.methods.terngrad import cpu
+
+        of_blocks = cpu.moments(grad, firsts, blocks)
+    else:
+        apart = grad.double() - layout.spread(firsts.double())
+        of_blocks = torch.stack([blocks.folded(apart), blocks.folded(apart.square())])
+    total, squares = (_of_tensors(each, blocks.above) for each in of_blocks)
     return (squares / counts - (total / counts).square()).clamp_(min=0).sqrt_()
+
+
+def _of_tensors(sums: Tensor, layout: Layout) -> Tensor:
+    """The sum of each tensor, [K]: of blocks, then of blocks of these, until one a tensor is left."""
+    if layout.numel == len(layout):
+        return sums
+    blocks = groups_of(layout, BLOCK)
+    return _of_tensors(blocks.folded(sums), blocks.above)

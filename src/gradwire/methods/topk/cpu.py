@@ -1,17 +1,70 @@
-"""The largest elements of each tensor as machine code for the CPU: loops that Numba compiles, for largest.py."""
+"""The largest elements of each tensor as machine code for the CPU: loops for largest.py."""
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import numpy as np
+import torch
+from torch import Tensor
 
+from gradwire.arithmetic.groups_cpu import MAGNITUDE, collect
+from gradwire.codec import CHUNK
+from gradwire.codec.quota import Quota
 from gradwire.compile.machine_code import Array, machine_code
+from gradwire.compile.segments import Segments
+from gradwire.compile.threads import shared
+from gradwire.layout import Slot
+from gradwire.methods.topk.largest import EXPECTED, RANK, line_of, sampled
 
-MAGNITUDE = np.int32(0x7FFFFFFF)
-TILE = 16  # elements whose largest is found in one go; mostly none of them passes
+
+class QuotaTable(NamedTuple):
+    """What follows from the quota alone, K tensors."""
+
+    segments: Segments
+    cuts: Array  # int64 [K + 1], the first segment of each tensor
+    counts: Array  # int64 [K], k
+    lasts: Array  # int64 [K], the last place
+    samples: tuple[tuple[int, Slot, int], ...]  # tensors whose floor is from a sample: number, slot, size of the sample
+
+
+@functools.lru_cache(maxsize=256)
+def _table(quota: Quota, n_threads: int) -> QuotaTable:
+    segments = Segments.of(quota.layout, n_threads, CHUNK)
+    numbered = enumerate(zip(quota.layout, quota.counts, strict=True))
+    return QuotaTable(
+        segments,
+        np.array(segments.of_slots, np.int64),
+        np.array(quota.counts, np.int64),
+        np.array([slot.offset + slot.numel - 1 for slot in quota.layout], np.int64),
+        tuple((i, slot, EXPECTED * slot.numel // k) for i, (slot, k) in numbered if sampled(k, slot.numel)),
+    )
+
+
+def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As largest.largest, in two loops: those not below the floor, then the k largest of these."""
+    table, values = _table(quota, torch.get_num_threads()), flat.numpy()
+    segments = table.segments
+    floors = np.ones(len(table.counts), np.int32)
+    for number, slot, size in table.samples:
+        floors[number] = _floor(slot.of(flat).numpy(), *line_of(step, slot), size, RANK)
+    if active is not None:
+        floors[~active.numpy()] = MAGNITUDE
+    found, places = np.empty(segments.count, np.int64), np.empty(len(values), np.int32)
+    where, lists = (segments.begins, segments.ends, segments.slots), (values, places, found)
+    shared(segments.parts, _collect, *where, floors, *lists)
+    if exact:
+        short = (segments.by_slot(found) < table.counts) & (floors > 1) & (floors < MAGNITUDE)
+        if short.any():
+            shared(segments.parts, _collect, *where, np.where(short, np.int32(1), floors), *lists)
+    chosen, sent = np.empty(quota.total, np.int64), np.zeros(quota.total, np.float32)
+    _choose(table.cuts, segments.begins, found, places, table.counts, table.lasts, values, chosen, sent)
+    return torch.from_numpy(chosen), torch.from_numpy(sent)
 
 
 @machine_code
-def floor(flat: Array, factor: int, start: int, n_sample: int, rank: int) -> int:
+def _floor(flat: Array, factor: int, start: int, n_sample: int, rank: int) -> int:
     """The size that is `rank`-th in a sample of one tensor, at least 1."""
     bits, sizes, place = flat.view(np.int32), np.empty(n_sample, np.int32), start
     for i in range(n_sample):
@@ -24,7 +77,7 @@ def floor(flat: Array, factor: int, start: int, n_sample: int, rank: int) -> int
 
 
 @machine_code
-def collect(
+def _collect(
     first: int,
     last: int,
     begins: Array,
@@ -36,26 +89,13 @@ def collect(
     found: Array,
 ) -> None:
     """Writes down who is not below the floor, segment by segment from its begin on: the place from there; how many."""
-    bits = flat.view(np.int32)
     for segment in range(first, last):
-        its_bits, its_places = bits[begins[segment] : ends[segment]], places[begins[segment] : ends[segment]]
-        least, n_found, whole = floors[slots[segment]], 0, its_bits.size // TILE * TILE
-        for tile in range(0, its_bits.size, TILE):
-            top = np.int32(0)
-            if tile < whole:
-                for i in range(TILE):
-                    top = max(top, its_bits[tile + i] & MAGNITUDE)
-                if top < least:
-                    continue
-            for i in range(tile, min(tile + TILE, its_bits.size)):
-                if its_bits[i] & MAGNITUDE >= least:
-                    its_places[n_found] = i
-                    n_found += 1
-        found[segment] = n_found
+        begin, bits = begins[segment], flat[begins[segment] : ends[segment]].view(np.int32)
+        found[segment] = collect(bits, bits, floors[slots[segment]], 0, places, begin) - begin
 
 
 @machine_code
-def choose(
+def _choose(
     cuts: Array,
     begins: Array,
     found: Array,

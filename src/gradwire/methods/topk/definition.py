@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire import codec as kernels
-from gradwire.codec import header, places
-from gradwire.codec.places import Code
+from gradwire.codec import numba_ready, triton_ready
 from gradwire.codec.quota import Quota, check_density
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
 from gradwire.methods.momentum import Velocity, check_momentum, quicken
 from gradwire.methods.residual import Residual, WithResidual
-from gradwire.methods.topk.largest import largest
+from gradwire.methods.topk import largest, places
+from gradwire.methods.topk.places import PlaceCode, code_of
 
 DENSITY = 0.01
 WARM = 0.25  # the density at the beginning of the warm-up
@@ -95,14 +94,13 @@ class TopK(WithResidual, Fixed):
 
     def body_words(self, layout: Layout) -> int:
         """After the warm-up."""
-        return _body_words(Quota.of(layout, self._final))
+        return _body_words(code_of(layout, self._final))
 
-    def _shape(self, context: Context) -> header.Shape:
-        room = 0 if context.dense else _body_words(self._quota(context))
-        return header.Shape(context.layout, room, kernels.CHUNK, header.BARE)
+    def words_in(self, context: Context) -> int:
+        return _body_words(self._code(context))
 
-    def _quota(self, context: Context) -> Quota:
-        return Quota.of(context.layout, self.density_of(context.step))
+    def _code(self, context: Context) -> PlaceCode:
+        return code_of(context.layout, self.density_of(context.step))
 
     def accumulate(self, grad: Tensor, state: Any, context: Context) -> None:
         """u = m u + g; r += u. Tensors without a gradient keep both."""
@@ -111,9 +109,9 @@ class TopK(WithResidual, Fixed):
         state.residual += quicken(state.velocity, grad, self.momentum, context) if self.momentum else grad
 
     def write(self, grad: Tensor, state: Any, context: Context) -> Body:
-        quota = self._quota(context)
+        code = self._code(context)
         self.accumulate(grad, state, context)
-        index, values = largest(state.residual, quota, context.step, self.exact, context.active)
+        index, values = select_largest(state.residual, code.quota, context.step, self.exact, context.active)
         held = [(state.residual, values)]
         if self.momentum:
             held.append((state.velocity, torch.where(values != 0, state.velocity[index], 0.0)))
@@ -124,20 +122,16 @@ class TopK(WithResidual, Fixed):
             for tensor, sent in held:
                 tensor.index_add_(0, index, sent)
 
-        owner = quota.tensor(grad.device)
-        within = index - quota.table(grad.device).offsets[owner]
-        words = torch.cat([values.view(torch.int32), places.pack(within, owner, Code.of(quota))])
-        return Body(words, values.abs().sum(), undo, quota.true_of(values != 0))
+        words = torch.cat([values.view(torch.int32), places.pack(index, code)])
+        return Body(words, values.abs().sum(), undo, code.sent(values))
 
     def read(self, bodies: Tensor, context: Context) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Places and values of each rank."""
-        quota = self._quota(context)
-        owner = quota.tensor(bodies.device)
-        offsets, broken, said = quota.table(bodies.device).offsets[owner], [], []
+        code = self._code(context)
+        entries, broken, said = code.entries(bodies.device), [], []
         for body in bodies:
-            values = body[: quota.total].view(torch.float32)
-            within, wrong = places.unpack(body[quota.total :], owner, Code.of(quota))
-            index = within + offsets
+            values = body[: code.n_entries].view(torch.float32)
+            index, wrong = places.unpack(body[code.n_entries :], code, entries)
             twice = (index.diff() <= 0) & (values[1:] != 0)
             broken.append(wrong | twice.any() | ~torch.isfinite(values).all())
             said.append((index, values))
@@ -148,9 +142,22 @@ class TopK(WithResidual, Fixed):
             out.index_add_(0, index, values * (1 / len(said)))
 
 
-def _body_words(quota: Quota) -> int:
+def select_largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `largest.largest`, by machine code where there is a compiler for the device."""
+    if numba_ready(flat.device):
+        from gradwire.methods.topk import cpu
+
+        return cpu.largest(flat, quota, step, exact, active)
+    if triton_ready(flat.device) and all(slot.numel < 1 << 31 for slot in quota.layout):  # the kernels count in int32
+        from gradwire.methods.topk import gpu
+
+        return gpu.largest(flat, quota, step, exact, active)
+    return largest.largest(flat, quota, step, exact, active)
+
+
+def _body_words(code: PlaceCode) -> int:
     """A float32 and a place for each entry."""
-    return quota.total + Code.of(quota).words
+    return code.n_entries + code.words
 
 
 def _clipped(grad: Tensor, layout: Layout, most: float) -> Tensor:

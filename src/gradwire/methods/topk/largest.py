@@ -10,13 +10,13 @@ Sizes are compared as the bits of |x|, integers in the same order.
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+
 import torch
 from torch import Tensor
 
 from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.shuffle import progression
-from gradwire.codec import CHUNK, numba_ready, triton_ready
 from gradwire.codec.quota import Quota
 from gradwire.layout import Slot
 
@@ -29,18 +29,8 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
     """Flat places, int64 [E], and their values, of the largest |flat| of each tensor, in order of their places.
 
     Where fewer than k are found the rest is the tensor's last place with the value 0, also for tensors not `active`.
+    Plain torch, on any device: the definition. Nothing is waited for.
     """
-    if numba_ready(flat.device):
-        return _compiled(flat, quota, step, exact, active)
-    if triton_ready(flat.device) and all(slot.numel < 1 << 31 for slot in quota.layout):  # the kernels count in int32
-        from gradwire.methods.topk import gpu as gpu_largest
-
-        return gpu_largest.largest(flat, quota, step, exact, active)
-    return reference(flat, quota, step, exact, active)
-
-
-def reference(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`largest` in plain torch, on any device: the definition. Nothing is waited for."""
     layout, table, sizes = quota.layout, quota.table(flat.device), flat.view(torch.int32) & MAGNITUDE
     least = []
     for slot, k in zip(layout, quota.counts, strict=True):
@@ -75,45 +65,14 @@ def sampled(k: int, numel: int) -> bool:
     return k >= FEWEST and 2 * k <= numel
 
 
+@functools.lru_cache(maxsize=4096)  # several workers in one process ask for the same
+def line_of(step: int, slot: Slot) -> tuple[int, int]:
+    """(factor, start): the i-th of a tensor's sample is at (factor i + start) mod n."""
+    return progression(key_of(0, step, slot.name), slot.numel)
+
+
 def _floor(sizes: Tensor, slot: Slot, k: int, step: int) -> Tensor:
     """The floor of one tensor, int32 [], at least 1."""
-    factor, start = progression(key_of(0, step, slot.name), slot.numel)
+    factor, start = line_of(step, slot)
     numbers = torch.arange(EXPECTED * slot.numel // k, device=sizes.device)
     return sizes[(factor * numbers + start) % slot.numel].topk(RANK).values[-1].clamp(min=1)
-
-
-def _compiled(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `reference`, in two loops that Numba compiles."""
-    from gradwire.compile.segments import Segments
-    from gradwire.compile.threads import shared
-    from gradwire.methods.topk import cpu as compiled_largest
-
-    layout, counts, values = quota.layout, np.array(quota.counts, np.int64), flat.numpy()
-    segments = Segments.of(layout, torch.get_num_threads(), CHUNK)
-    floors = np.ones(len(layout), np.int32)
-    for number, (slot, k) in enumerate(zip(layout, quota.counts, strict=True)):
-        if sampled(k, slot.numel):
-            line = progression(key_of(0, step, slot.name), slot.numel)
-            floors[number] = compiled_largest.floor(slot.of(flat).numpy(), *line, EXPECTED * slot.numel // k, RANK)
-    if active is not None:
-        floors[~active.numpy()] = MAGNITUDE
-    found, places = np.empty(segments.count, np.int64), np.empty(layout.numel, np.int32)
-    where = (segments.begins, segments.ends, segments.slots)
-    shared(segments.parts, compiled_largest.collect, *where, floors, values, places, found)
-    if exact:
-        short = (segments.by_slot(found) < counts) & (floors > 1) & (floors < MAGNITUDE)
-        if short.any():
-            shared(
-                segments.parts,
-                compiled_largest.collect,
-                *where,
-                np.where(short, np.int32(1), floors),
-                values,
-                places,
-                found,
-            )
-    chosen, sent = np.empty(quota.total, np.int64), np.zeros(quota.total, np.float32)
-    lasts = np.array([slot.offset + slot.numel - 1 for slot in layout], np.int64)
-    cuts = np.array(segments.of_slots, np.int64)
-    compiled_largest.choose(cuts, segments.begins, found, places, counts, lasts, values, chosen, sent)
-    return torch.from_numpy(chosen), torch.from_numpy(sent)
