@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import Quota, table_of
 from gradwire.layout import Layout
 from gradwire.methods.topk.places import PlaceCode, pack, unpack
 
@@ -86,7 +86,7 @@ def test_a_place_may_come_twice() -> None:
 def test_any_bits_give_places_within_their_tensors() -> None:
     quota = quota_of((100, 5), (10, 2), (1000, 9))
     code, owner = PlaceCode(quota), quota.tensor(CPU)
-    begins, numels = quota.table(CPU).offsets[owner], quota.table(CPU).numels[owner]
+    begins, numels = table_of(quota, CPU).offsets[owner], table_of(quota, CPU).numels[owner]
     generator, refused = torch.Generator().manual_seed(0), 0
     for _ in range(200):
         words = torch.randint(-(1 << 31), (1 << 31) - 1, (code.words,), generator=generator).int()
