@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 # compute, and mypy, run beside them by the scheduler's idle policy, which takes what the others leave and nothing more.
 # Where the environment forbids to write compiled Python, each of a hundred processes would compile torch anew.
 ALONE     := $(shell grep -rl --include='test_*.py' mark.alone tests)
-COMPUTING := tests/arithmetic tests/kernels tests/moments tests/wire
+COMPUTING := tests/arithmetic tests/codec tests/moments
 FILES     := --max-worker-restart 1 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE =
 test: style $(MODELS)/.made

@@ -94,7 +94,7 @@ class Simulation:
             workers,
             planned=True,
             device=self.device,
-            abreast=gpu if messages is None else not messages,
+            batched=gpu if messages is None else not messages,
         )
         rows = enumerate(zip(self.gradients, self.moments, strict=True))
         self.replicas = [VirtualWorker(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]

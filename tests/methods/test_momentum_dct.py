@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.test_contract import resealed
-from compressors.uneven import LAYOUT, N, gradient
 from gradwire import MomentumDCT
 from gradwire.errors import MessageError
 from gradwire.exchange.in_process import CPU, InProcess
 from gradwire.layout import Layout
 from gradwire.methods.momentum_dct.cosine import tiles_of
+from methods.test_contract import resealed
+from methods.uneven import LAYOUT, N, gradient
 
 
 def wave(u: int, n: int) -> np.ndarray:

@@ -17,7 +17,7 @@ from gradwire import VGC, Dense
 from gradwire.exchange.room import DECADES, EACH, Capacity, above, density_at, most_buckets
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
-from test_checkpoint import interrupted, straight
+from scenes import interrupted, straight
 
 
 def test_densities_ascend_to_one():

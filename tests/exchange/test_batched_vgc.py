@@ -34,8 +34,8 @@ def gradients(step: int, workers: int, device: str) -> tuple[Tensor, Tensor]:
     return samples.sum(1).to(device), samples.square().sum(1).to(device)
 
 
-def compare(abreast: InProcess, apart: InProcess, grads: Tensor, moments: Tensor) -> None:
-    found, wanted = (ranks.exchange(grads.clone(), moments) for ranks in (abreast, apart))
+def compare(batched: InProcess, apart: InProcess, grads: Tensor, moments: Tensor) -> None:
+    found, wanted = (ranks.exchange(grads.clone(), moments) for ranks in (batched, apart))
     assert found.finite == wanted.finite
     assert found.n_bytes == wanted.n_bytes
     if found.finite:
@@ -44,24 +44,24 @@ def compare(abreast: InProcess, apart: InProcess, grads: Tensor, moments: Tensor
         for done in (found, wanted):
             for undo in done.undo:
                 undo()
-    for ours, theirs in zip(abreast.snapshot(), apart.snapshot(), strict=True):
+    for ours, theirs in zip(batched.snapshot(), apart.snapshot(), strict=True):
         assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("workers", [1, 3, 8])
 @pytest.mark.parametrize("compressor", METHODS, ids=repr)
-def test_abreast_is_one_by_one(compressor: Any, workers: int, device: str) -> None:
+def test_batched_is_one_by_one(compressor: Any, workers: int, device: str) -> None:
     where = torch.device(device)
-    abreast, apart = (InProcess(compressor, LAYOUT, workers, True, where, abreast=kind) for kind in (True, False))
-    assert abreast.abreast is not None
+    batched, apart = (InProcess(compressor, LAYOUT, workers, True, where, batched=kind) for kind in (True, False))
+    assert batched.batched is not None
     for step in range(14):
         grads, moments = gradients(step, workers, device)
         if step == 9:
             grads[-1, 40] = torch.inf
-        compare(abreast, apart, grads, moments)
-    assert abreast.capacity == apart.capacity
-    ours, theirs = (ranks.meter.stats([]) for ranks in (abreast, apart))
+        compare(batched, apart, grads, moments)
+    assert batched.capacity == apart.capacity
+    ours, theirs = (ranks.meter.stats([]) for ranks in (batched, apart))
     assert (ours.elements_sent, ours.deferred, ours.bytes_sent) == (
         theirs.elements_sent,
         theirs.deferred,
@@ -75,15 +75,22 @@ def test_abreast_is_one_by_one(compressor: Any, workers: int, device: str) -> No
 
 def test_room_that_is_short() -> None:
     """Who waits is the same too."""
-    abreast, apart = (InProcess(VGC(alpha=1.0), LAYOUT, 8, abreast=kind) for kind in (True, False))
-    for ranks in (abreast, apart):
+    batched, apart = (InProcess(VGC(alpha=1.0), LAYOUT, 8, batched=kind) for kind in (True, False))
+    for ranks in (batched, apart):
         ranks.rooms = (20, 2, 0, 30, 1)
     for step in range(6):
-        compare(abreast, apart, *gradients(step, 8, "cpu"))
-    assert abreast.meter.stats([]).deferred > 1000
+        compare(batched, apart, *gradients(step, 8, "cpu"))
+    assert batched.meter.stats([]).deferred > 1000
 
 
 def test_other_methods_go_one_by_one() -> None:
     from gradwire import QSGD
 
-    assert InProcess(QSGD(), LAYOUT, 2, abreast=True).abreast is None
+    assert InProcess(QSGD(), LAYOUT, 2, batched=True).batched is None
+
+
+def test_every_element_fits_where_rooms_do_not_bind() -> None:
+    vgc = VGC(alpha=0.5, density=0.02)
+    batched, apart = (InProcess(vgc, LAYOUT, 3, batched=kind) for kind in (True, False))
+    for step in range(4):
+        compare(batched, apart, *gradients(step, 3, "cpu"))

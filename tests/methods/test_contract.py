@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import gradwire
-from compressors.rows import ROWS, Row
 from gradwire import BF16, FP16, Dense
 from gradwire.codec import reference
 from gradwire.errors import MessageError
@@ -21,6 +20,7 @@ from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import METHODS, Sum, from_spec, to_spec
 from gradwire.methods.base import powers, tensors
+from methods.rows import ROWS, Row
 
 SHAPES: list[tuple[int, ...]] = [(16, 24), (31,), (), (3, 5, 7), (1,), (33, 2), (24,), (40, 30)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compressors.rows import ROWS
-from compressors.test_contract import GATHERED, LAYOUT, check_refusals, gradient
 from gradwire.exchange.in_process import InProcess
 from gradwire.methods import MomentumDCT, PowerSGD, Sum, TopK
+from methods.rows import ROWS
+from methods.test_contract import GATHERED, LAYOUT, check_refusals, gradient
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,7 @@ def test_a_refused_message_changes_nothing_on_a_gpu(name: str) -> None:
 def test_a_graph_of_all_workers_on_a_gpu(name: str) -> None:
     """Of methods whose steps are all alike: what the same workers do without a graph, and a bad value is taken back."""
     compressor, cuda = ROWS[name].compressor, torch.device("cuda")
-    plain, graph = (InProcess(compressor, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
+    plain, graph = (InProcess(compressor, LAYOUT, 3, device=cuda, batched=kind) for kind in (False, True))
     held = torch.zeros(3, LAYOUT.numel, device=cuda)
     for step in range(6):
         grads = torch.stack([gradient(step, rank) for rank in range(3)]).cuda()
@@ -77,7 +77,7 @@ def test_a_graph_of_all_workers_on_a_gpu(name: str) -> None:
 def test_a_graph_goes_on_with_other_options_on_a_gpu() -> None:
     """What a density that falls over a run does, and a simulation that goes on from a checkpoint: new tables."""
     cuda, first = torch.device("cuda"), TopK(density=0.2, exact=True)
-    plain, graph = (InProcess(first, LAYOUT, 3, device=cuda, abreast=kind) for kind in (False, True))
+    plain, graph = (InProcess(first, LAYOUT, 3, device=cuda, batched=kind) for kind in (False, True))
     plain.number = graph.number = 5
     held = torch.zeros(3, LAYOUT.numel, device=cuda)
     for step in range(10):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -19,50 +18,22 @@ from gradwire.errors import CheckpointError
 VGC_1 = VGC(alpha=1.0)
 
 
-def straight(compressor, n_steps):
-    return scenes.run(compressor, n_steps)
-
-
-def interrupted(compressor, stop, n_steps, through_file):
-    """Trains to `stop`, saves, builds everything anew, loads, goes on."""
-    model = scenes.ddp(scenes.net())
-    wire = gradwire.attach(model, compressor)
-    optimizer = scenes.sgd(model)
-    prints = list(scenes.train(model, range(stop), optimizer))
-    saved = io.BytesIO()
-    torch.save([wire.state_dict(), model.module.state_dict(), optimizer.state_dict()], saved)
-    if through_file:
-        gradwire.save(wire, through_file)
-    model = scenes.ddp(scenes.net(seed=9))
-    saved.seek(0)
-    state, weights, momentum = torch.load(saved, weights_only=True)
-    model.module.load_state_dict(weights)
-    optimizer = scenes.sgd(model)
-    optimizer.load_state_dict(momentum)
-    wire = gradwire.attach(model, compressor)
-    if through_file:
-        gradwire.load(wire, through_file, strict=True)
-    else:
-        wire.load_state_dict(state, strict=True)
-    assert wire.steps == stop
-    return prints + list(scenes.train(model, range(stop, n_steps), optimizer))
-
-
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("stop", [1, 2, 7])
 def test_resume_is_no_interruption(spawn, workers, stop):
-    expected = spawn(workers, straight, VGC_1, 14)
-    assert spawn(workers, interrupted, VGC_1, stop, 14, None) == expected
+    expected = spawn(workers, scenes.straight, VGC_1, 14)
+    assert spawn(workers, scenes.interrupted, VGC_1, stop, 14, None) == expected
 
 
 @pytest.mark.parametrize("compressor", [VGC(alpha=2.0, tau=0.01), VGC(alpha=1.0, feedback=True), Dense()], ids=repr)
 def test_resume_of_the_variants(spawn, compressor):
-    assert spawn(2, interrupted, compressor, 5, 10, None) == spawn(2, straight, compressor, 10)
+    assert spawn(2, scenes.interrupted, compressor, 5, 10, None) == spawn(2, scenes.straight, compressor, 10)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_resume_through_a_distributed_checkpoint(spawn, workers, tmp_path):
-    assert spawn(workers, interrupted, VGC_1, 6, 12, tmp_path / "wire") == spawn(workers, straight, VGC_1, 12)
+    resumed = spawn(workers, scenes.interrupted, VGC_1, 6, 12, tmp_path / "wire")
+    assert resumed == spawn(workers, scenes.straight, VGC_1, 12)
 
 
 def load_and_train(directory):

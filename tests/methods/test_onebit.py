@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.test_contract import resealed
 from gradwire import OneBit
 from gradwire.errors import MessageError
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
+from methods.test_contract import resealed
 
 SHAPES: list[tuple[int, ...]] = [(33,), (4, 3, 3), (), (0, 2), (5, 17)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

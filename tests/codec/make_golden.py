@@ -1,4 +1,4 @@
-"""Writes the golden files: `python tests/wire/make_golden.py`. Only for a new version of the format.
+"""Writes the golden files: `python tests/codec/make_golden.py`. Only for a new version of the format.
 
 Each case is three files of little-endian words: NAME.elements.bin (places, then codes), NAME.words.bin (format 1) and
 NAME.compact.bin (format 2: K orders, then the body). FORMAT.version2.bin are whole messages, one of each format; those

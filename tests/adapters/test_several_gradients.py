@@ -13,7 +13,7 @@ import gradwire
 import scenes
 from gradwire import VGC, Dense
 
-DOCS = Path(__file__).parent.parent / "docs" / "methods.md"
+DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
 LOSS = nn.functional.cross_entropy
 
 

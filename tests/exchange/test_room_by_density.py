@@ -9,7 +9,7 @@ from budgeted import counted
 from gradwire import VGC
 from gradwire.exchange.room import Capacity, RoomPlan, above
 from gradwire.layout import Layout
-from test_checkpoint import interrupted, straight
+from scenes import interrupted, straight
 
 TWENTIETH = VGC(alpha=0.5, density=0.05)
 LAYOUT = Layout.of([("a", (10_000,)), ("b", (400,))])

@@ -1,4 +1,4 @@
-"""A byte budget or a density of virtual workers: bits and bytes of real ones, abreast or not, and what they refuse."""
+"""A byte budget or a density of virtual workers: bits and bytes of real ones, batched or not, and what they refuse."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_what_virtual_workers_refuse():
     assert simulation.compressor == BUDGET
 
 
-def test_abreast_is_one_by_one_and_a_front_may_change_the_budget() -> None:
+def test_batched_is_one_by_one_and_a_front_may_change_the_budget() -> None:
     layout = Layout.of([("a", (37, 29)), ("b", (5,)), ("empty", (0, 4)), ("c", (64, 33)), ("d", (1,))])
     both = [
-        InProcess(replace(BUDGET, max_bytes_per_step=900), layout, 3, planned=True, abreast=kind)
+        InProcess(replace(BUDGET, max_bytes_per_step=900), layout, 3, planned=True, batched=kind)
         for kind in (True, False)
     ]
     for step in range(6):

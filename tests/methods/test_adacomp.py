@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.test_contract import resealed
-from compressors.uneven import LAYOUT, N, gradient
 from gradwire import AdaComp
 from gradwire.errors import MessageError
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
+from methods.test_contract import resealed
+from methods.uneven import LAYOUT, N, gradient
 
 
 class Worker:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.test_contract import resealed
 from gradwire import FP8
 from gradwire.errors import MessageError
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods.fp8 import definition as fp8
+from methods.test_contract import resealed
 
 SHAPES: list[tuple[int, ...]] = [(33,), (4, 9), (), (0,), (65,), (70, 1001)]
 LAYOUT = Layout.of((f"tensor{i}", shape) for i, shape in enumerate(SHAPES))

@@ -14,7 +14,7 @@ from gradwire.tools.experiment.schedule import Course
 from gradwire.tools.input_errors import InputError
 
 GOOD: dict[str, Any] = {"task": "digits", "methods": ["dense", "vgc:alpha=1"], "epochs": 4}
-COMMITTED = sorted((Path(__file__).parents[2] / "experiments").glob("*.toml"))
+COMMITTED = sorted((Path(__file__).parents[3] / "experiments").glob("*.toml"))
 
 
 def test_runs_are_all_combinations_seed_by_seed() -> None:

@@ -82,11 +82,11 @@ def gradients(step: int) -> tuple[Tensor, Tensor]:
     return samples.sum(1), samples.square().sum(1)
 
 
-@pytest.mark.parametrize("abreast", [False, True])
-def test_alpha_changes_in_mid_run(abreast: bool) -> None:
+@pytest.mark.parametrize("batched", [False, True])
+def test_alpha_changes_in_mid_run(batched: bool) -> None:
     """What is held back stays; a variance begins at zero."""
     weighed, lean = VGC(alpha=1.0, density=0.02), VGC(alpha=0, density=0.02)
-    ranks = InProcess(weighed, LAYOUT, 3, abreast=abreast)
+    ranks = InProcess(weighed, LAYOUT, 3, batched=batched)
     for step, method in enumerate((weighed, weighed, lean, lean, weighed)):
         before = [state.residual.clone() for state in ranks.states]
         ranks.use(method)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from compressors.test_contract import LAYOUT, gradient
 from gradwire.exchange.in_process import InProcess
 from gradwire.methods import from_spec
+from methods.test_contract import LAYOUT, gradient
 
 HEAD = 10
 Elements = list[float]

@@ -18,7 +18,7 @@ from test_train_resume import EPOCHS, assert_same_training, latest, load_trainin
 pytestmark = pytest.mark.slow
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-EXAMPLE = Path(__file__).parents[2] / "examples" / "restarts.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "restarts.py"
 COLUMNS = ("epoch", "step", "train_loss", "test_accuracy", "bytes_sent", "ratio")
 
 

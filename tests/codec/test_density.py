@@ -17,7 +17,6 @@ from test_triton import same
 from test_triton_density import changing
 from torch import Tensor
 
-from gradwire import VGC
 from gradwire.codec import CHUNK, Inputs, Rule, Selection, reference
 from gradwire.codec import words as wire_words
 from gradwire.codec.cpu import codec as cpu
@@ -145,16 +144,6 @@ def test_about_as_many_pass_as_are_wanted(alpha: float, density: float) -> None:
         cpu.select(Inputs(grad, moment, *state), layout, rule, tuple(sizes), step, CHUNK)
     wanted = 30 * Quota.of(layout, density).total
     assert 0.9 * wanted < n_passed < 1.1 * wanted, n_passed / wanted
-
-
-def test_workers_abreast_and_one_by_one() -> None:
-    from gradwire.exchange.in_process import InProcess
-    from test_abreast import LAYOUT, compare, gradients
-
-    vgc = VGC(alpha=0.5, density=0.02)
-    abreast, apart = (InProcess(vgc, LAYOUT, 3, abreast=kind) for kind in (True, False))
-    for step in range(4):
-        compare(abreast, apart, *gradients(step, 3, "cpu"))
 
 
 def test_zeros_do_not_count() -> None:

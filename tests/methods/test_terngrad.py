@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compressors.exchanged import bytes_and_mean
 from gradwire import TernGrad
 from gradwire.arithmetic import draws
 from gradwire.codec import reference
@@ -16,6 +15,7 @@ from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import Context
 from gradwire.methods.terngrad import definition as terngrad
+from methods.exchanged import bytes_and_mean
 
 CPU = torch.device("cpu")
 LAYOUT = Layout.of([("matrix", (31, 33)), ("empty", (0, 4)), ("scalar", ()), ("vector", (513,)), ("last", (3,))])

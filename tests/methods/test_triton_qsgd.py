@@ -210,7 +210,7 @@ CASES: dict[str, Callable[[str], None]] = {
 
 def serve() -> None:
     """In the interpreter."""
-    import interpreter  # of tests/kernels
+    import interpreter  # of tests/codec
 
     interpreter.mend()
     interpreted.serve(CASES)

@@ -11,8 +11,8 @@ from torch import nn
 
 import gradwire
 import scenes
-from compressors.rows import ROWS, Row
 from gradwire.methods import Sum
+from methods.rows import ROWS, Row
 
 SHORT, LONG, STOP = 8, 40, 5  # steps
 # a row of each method, and those that go another way over the wire
