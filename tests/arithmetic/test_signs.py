@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -109,6 +111,15 @@ def test_sums_are_exact_to_a_billionth_of_the_largest(groups: ScaleGroups) -> No
         assert abs(float(totals[group]) - above - below) <= allowed
         assert int(sums.n_below[group]) == sum(x < 0 for x in part)
         begin += length
+
+
+@pytest.mark.parametrize("groups", [groups_of(LAYOUT, None), groups_of(LAYOUT, 7), columns_of(LAYOUT)])
+def test_the_largest_of_each_group(plain_torch: Callable[[], None], threads: None, groups: ScaleGroups) -> None:
+    one = groups.largest(values(4))
+    plain_torch()
+    assert torch.equal(one, groups.largest(values(4)))
+    begins, flat = [0, *groups.ends.tolist()], values(4).abs()
+    assert one.tolist() == [max(flat[a:b].tolist(), default=0.0) for a, b in pairwise(begins)]
 
 
 def test_columns_are_output_units() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.codec import numba_ready
 from gradwire.layout import Layout
 
 Array = np.ndarray[Any, Any]
@@ -64,6 +65,10 @@ class ScaleGroups:
 
     def largest(self, flat: Tensor) -> Tensor:
         """max |x| of each group, float32 [G]; 0 for an empty one."""
+        if numba_ready(flat.device):
+            from gradwire.arithmetic import groups_cpu
+
+            return groups_cpu.largest(flat, self.ends)
         lengths = self.lengths(flat.device)
         # unsafe: the lengths are right, and the check would wait for a GPU
         return torch.segment_reduce(flat.abs(), "max", lengths=lengths, initial=0.0, unsafe=True)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.groups import ScaleGroups
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import equal_parts, shared
 
@@ -30,17 +29,17 @@ def parts_of_words(n_words: int, each: int) -> list[tuple[int, int]]:
     return [(begin // each, end // each) for begin, end in equal_parts(n_words * each, torch.get_num_threads())]
 
 
-def parts_of_groups(groups: ScaleGroups) -> list[tuple[int, int]]:
+def parts_of_groups(n_groups: int, numel: int) -> list[tuple[int, int]]:
     """(first, last) of every thread's groups, of about as many elements each."""
-    n_groups, n_parts = len(groups), len(equal_parts(groups.numel, torch.get_num_threads()))
+    n_parts = len(equal_parts(numel, torch.get_num_threads()))
     return [(n_groups * part // n_parts, n_groups * (part + 1) // n_parts) for part in range(n_parts)]
 
 
-def largest(flat: Tensor, groups: ScaleGroups) -> Tensor:
-    """As ScaleGroups.largest."""
-    pieces = parts(groups.numel)
-    tops = np.zeros((len(pieces), len(groups)), np.int32)
-    shared(pieces, largest_part, flat.numpy(), groups.ends, tops)
+def largest(flat: Tensor, ends: Array) -> Tensor:
+    """max |x| of each group, float32 [G]."""
+    pieces = parts(len(flat))
+    tops = np.zeros((len(pieces), len(ends)), np.int32)
+    shared(pieces, largest_part, flat.numpy(), ends, tops)
     return torch.from_numpy(tops.max(0)).view(torch.float32)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.finite import LARGEST
 from gradwire.arithmetic.groups import ScaleGroups
-from gradwire.arithmetic.groups_cpu import MAGNITUDE, WORD, largest, largest_bits, parts
+from gradwire.arithmetic.groups_cpu import MAGNITUDE, WORD, largest_bits, parts
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
@@ -22,7 +22,7 @@ ZERO = np.float32(0)
 
 def gather(grad: Tensor, residual: Tensor | None, groups: ScaleGroups) -> Tensor:
     if residual is None:
-        return largest(grad, groups)
+        return groups.largest(grad)
     pieces = parts(groups.numel)
     tops = np.zeros((len(pieces), len(groups)), np.int32)
     shared(pieces, _gather, grad.numpy(), residual.numpy(), groups.ends, tops)

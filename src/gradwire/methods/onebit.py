@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ class OneBit(WithResidual, Fixed):
     convolution of 512 channels, 3.4 for one of the 3 colours, and for L <= 2 more than float32 takes.
     """
 
-    @property
-    def alike(self) -> bool:
-        return True
+    alike: ClassVar[bool] = True
 
     def body_words(self, layout: Layout) -> int:
         return 2 * len(columns_of(layout)) + fields.n_words(layout.numel, 1)

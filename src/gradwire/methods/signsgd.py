@@ -4,7 +4,7 @@ arXiv:1810.05291)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,9 +35,7 @@ class SignSGD(WithResidual, Fixed):
     feedback: bool = True
     vote: bool = False
 
-    @property
-    def alike(self) -> bool:
-        return True
+    alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.feedback and self.vote:

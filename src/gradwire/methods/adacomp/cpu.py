@@ -21,7 +21,7 @@ def select(residual: Tensor, grad: Tensor, live: Tensor | None, bins: ScaleGroup
 
     live: bool [B], those in tensors with a gradient, None: all.
     """
-    parts = [(part, first, last) for part, (first, last) in enumerate(parts_of_groups(bins))]
+    parts = [(part, first, last) for part, (first, last) in enumerate(parts_of_groups(len(bins), bins.numel))]
     alive = np.ones(len(bins), np.bool_) if live is None else live.numpy()
     places, tops = np.empty(bins.numel, np.int32), np.zeros(len(bins), np.int32)
     found = np.zeros((len(parts), 2), np.int64)

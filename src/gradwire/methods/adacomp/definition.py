@@ -53,7 +53,7 @@ class ListedPlaces(NamedTuple):
 Passing = CountedPlaces | ListedPlaces
 
 
-class Chosen(NamedTuple):
+class ChosenPlaces(NamedTuple):
     """What is sent, without waiting for how many that are: M is the room of all tensors together."""
 
     places: Tensor  # int64 [M], ascending; behind the last that counts some place of the bucket
@@ -103,7 +103,7 @@ class AdaComp(WithResidual, Gather):
         return Message(data, undo, chosen.counts, passed, (chosen.counts * scales).sum())
 
     def _message(
-        self, finite: Tensor, chosen: Chosen, passed: Tensor, before: Tensor, scales: Tensor, context: Context
+        self, finite: Tensor, chosen: ChosenPlaces, passed: Tensor, before: Tensor, scales: Tensor, context: Context
     ) -> Tensor:
         kernel, chunk = codec.select(before.device), codec.CHUNK
         words = (chosen.places % chunk).int() | torch.signbit(before).int() << 31
@@ -172,7 +172,7 @@ def _select(grad: Tensor, residual: Tensor, bins: ScaleGroups, context: Context)
     return CountedPlaces(passes.cumsum(0, dtype=torch.int32)), largest, ~bad.any()
 
 
-def _fit(passing: Passing, context: Context, device: torch.device) -> Chosen:
+def _fit(passing: Passing, context: Context, device: torch.device) -> ChosenPlaces:
     """Those that pass and have room: tensor by tensor, from a place on that rotates, and from the front again."""
     starts = [context.step * GOLDEN % max(1, slot.numel) for slot in context.layout]
     start, room = torch.tensor([starts, context.capacity]).to(device, non_blocking=True)
@@ -187,7 +187,7 @@ def _fit(passing: Passing, context: Context, device: torch.device) -> Chosen:
     tensors = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
     within = number - (ends - counts)[tensors]
     ordinal = begin[tensors] + within + (skipped - again)[tensors].where(within >= again[tensors], 0)
-    return Chosen(passing.at(ordinal), tensors, number < ends[-1], counts, passed)
+    return ChosenPlaces(passing.at(ordinal), tensors, number < ends[-1], counts, passed)
 
 
 def _add(words: Tensor, counts: Tensor, scales: Tensor, out: Tensor, layout: Layout) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,7 @@ class FP8(Fixed):
 
     format: str = "e4m3"
 
-    @property
-    def alike(self) -> bool:
-        return True
+    alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -49,14 +47,12 @@ class FP8(Fixed):
         words = torch.zeros(self.body_words(context.layout), dtype=torch.int32, device=grad.device)
         codes = words[len(tensors) :].view(torch.uint8)[: tensors.numel]
         scale = words[: len(tensors)].view(torch.float32)
+        self._scales(tensors.largest(grad), scale)
         if numba_ready(grad.device):
-            from gradwire.arithmetic import groups_cpu
             from gradwire.methods.fp8 import cpu
 
-            self._scales(groups_cpu.largest(grad, tensors), scale)
             cpu.round_to(self._dtype, grad, scale, codes, tensors)
         else:
-            self._scales(tensors.largest(grad), scale)
             codes.copy_((grad / tensors.spread(scale)).to(self._dtype).view(torch.uint8))
         return Body(words, grad.abs_().sum())  # what was sent, to rounding
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,9 +38,7 @@ class MomentumDCT(WithResidual, Fixed):
     momentum: float = 0.999
     sign: bool = False
 
-    @property
-    def alike(self) -> bool:
-        return True
+    alike: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, most in (("chunk", LONGEST), ("k", LONGEST**2)):

@@ -24,10 +24,10 @@ def write(grad: Tensor, groups: ScaleGroups, keys: Array, bits: int, largest: bo
     body = torch.empty(len(groups) + n_words, dtype=torch.int32)
     norms, words = body[: len(groups)].view(torch.float32), body[len(groups) :].numpy()
     if largest:
-        norms.copy_(groups_cpu.largest(grad, groups))
+        norms.copy_(groups.largest(grad))
     else:
         where = (groups.begins, groups.ends)
-        shared(groups_cpu.parts_of_groups(groups), _norms, grad.numpy(), *where, norms.numpy())
+        shared(groups_cpu.parts_of_groups(len(groups), len(grad)), _norms, grad.numpy(), *where, norms.numpy())
     inputs = (grad.numpy(), norms.numpy(), groups.ends, groups.slots, keys, bits, words)
     sent = sum(shared(groups_cpu.parts_of_words(n_words, 32 // bits), _encode, *inputs))
     return body, torch.tensor(sent / ((1 << (bits - 1)) - 1), dtype=torch.float32)

@@ -24,7 +24,7 @@ def moments(grad: Tensor, firsts: Tensor, blocks: ScaleGroups) -> Tensor:
     sums = torch.empty(2, len(blocks), dtype=torch.float64)
     shifts = firsts.numpy()[blocks.slots]
     inputs = (grad.numpy(), blocks.begins, blocks.ends, shifts, blocks.size, sums.numpy())
-    shared(parts_of_groups(blocks), _moments, *inputs)
+    shared(parts_of_groups(len(blocks), blocks.numel), _moments, *inputs)
     return sums
 
 

@@ -62,13 +62,7 @@ class TernGrad(Fixed):
 
     def scales(self, grad: Tensor, layout: Layout) -> Tensor:
         """s, float32 [K]."""
-        tensors = groups_of(layout, None)
-        if numba_ready(grad.device):
-            from gradwire.arithmetic import groups_cpu
-
-            tops = groups_cpu.largest(grad, tensors)
-        else:
-            tops = tensors.largest(grad)
+        tops = groups_of(layout, None).largest(grad)
         if self.clip is None:
             return tops
         deviation = deviations(grad, layout)
