@@ -28,7 +28,7 @@ SIZES = [33, 1, 0, 1500, 31, 7]
 
 @dataclass
 class ByScore(Worker):
-    """The definition of kernels/limits.py for one element after another."""
+    """The definition of codec/limits.py for one element after another."""
 
     density: float = 1.0
     limit: int = 1
