@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODELS := $(VENV)/models
 
-.PHONY: demo test gpu-tests lint format bench measure results coverage docs-demo clean
+.PHONY: demo test gpu-tests lint style format bench measure results coverage rooms docs-demo clean
 
 demo: $(VENV)/.demo
 	$(BIN)/gradwire demo
@@ -14,7 +14,7 @@ demo: $(VENV)/.demo
 # compute, and mypy, run beside them by the scheduler's idle policy, which takes what the others leave and nothing more.
 # Where the environment forbids to write compiled Python, each of a hundred processes would compile torch anew.
 ALONE     := $(shell grep -rl --include='test_*.py' mark.alone tests)
-COMPUTING := tests/arithmetic tests/kernels tests/moments tests/wire
+COMPUTING := tests/arithmetic tests/codec tests/moments
 FILES     := --max-worker-restart 1 --dist loadfile --no-loadscope-reorder
 test: export PYTHONDONTWRITEBYTECODE =
 test: style $(MODELS)/.made
@@ -34,6 +34,7 @@ lint: style
 style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
@@ -61,6 +62,10 @@ coverage: $(VENV)/.dev $(MODELS)/.made
 $(MODELS)/.made: constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --no-compile --no-deps --upgrade --constraint constraints.txt --target $(MODELS) torchvision timm
 	touch $@
+
+# The picture and the table of docs/architecture.md, from the source.
+rooms: $(VENV)/.dev
+	$(BIN)/python docs/rooms.py
 
 # Measures the demo again (docs/results/demo.csv) and writes its table into the README.
 docs-demo: $(VENV)/.demo

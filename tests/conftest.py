@@ -37,7 +37,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 LONG = (
     *("train_command", "train_restarts", "train_resume", "train_sockets", "train_orphans", "workers", "ddp", "triton"),
     *("plan_command", "checkpoint", "checkpoint_damage", "triton_density"),
-    *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "delivery", "auto"),
+    *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "pipeline", "auto"),
 )
 
 

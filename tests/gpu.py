@@ -92,8 +92,9 @@ def head(arguments: list[str]) -> list[str]:
         compiler = f"Triton {triton.__version__}"
     except ImportError:
         compiler = "no Triton"
-    changed = git("status", "--porcelain", "--", "src", "tests")
-    commit = os.environ.get("GRADWIRE_COMMIT") or git("rev-parse", "HEAD") or "unknown"
+    said = os.environ.get("GRADWIRE_COMMIT")  # by whom has brought the files here: git may know nothing of them
+    changed = None if said else git("status", "--porcelain", "--", "src", "tests")
+    commit = said or git("rev-parse", "HEAD") or "unknown"
     return [
         f"gradwire {commit}" + (" and what was not committed" if changed else ""),
         f"torch {torch.__version__}, {compiler}, Python {platform.python_version()}, {torch.cuda.get_device_name()}",

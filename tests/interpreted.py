@@ -38,7 +38,7 @@ def serve(cases: Mapping[str, Callable[[str], None]]) -> None:
 
 def environment() -> dict[str, str]:
     """One thread: two test processes share two cores, and the arrays are small."""
-    paths = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "kernels")))
+    paths = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "codec")))
     ours = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     return os.environ | ours
 

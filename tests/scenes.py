@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,33 @@ def scaled_run(compressor: Any, scales: list[float], n_steps: int) -> tuple[str,
         scaler.step(optimizer)
         scaler.update(scales[(step + 1) % len(scales)])
     return digest(model.parameters()), wire.state_dict()["parameters"]
+
+
+def straight(compressor, n_steps):
+    """A training without a break."""
+    return run(compressor, n_steps)
+
+
+def interrupted(compressor, stop, n_steps, through_file):
+    """Trains to `stop`, saves, builds everything anew, loads, goes on."""
+    model = ddp(net())
+    wire = gradwire.attach(model, compressor)
+    optimizer = sgd(model)
+    prints = list(train(model, range(stop), optimizer))
+    saved = io.BytesIO()
+    torch.save([wire.state_dict(), model.module.state_dict(), optimizer.state_dict()], saved)
+    if through_file:
+        gradwire.save(wire, through_file)
+    model = ddp(net(seed=9))
+    saved.seek(0)
+    state, weights, momentum = torch.load(saved, weights_only=True)
+    model.module.load_state_dict(weights)
+    optimizer = sgd(model)
+    optimizer.load_state_dict(momentum)
+    wire = gradwire.attach(model, compressor)
+    if through_file:
+        gradwire.load(wire, through_file, strict=True)
+    else:
+        wire.load_state_dict(state, strict=True)
+    assert wire.steps == stop
+    return prints + list(train(model, range(stop, n_steps), optimizer))

@@ -1,6 +1,6 @@
 """Triton's interpreter in a third of the time, with the same results: it makes the same things over and over.
 
-For a process that has nothing to do but interpret. Measured with Triton 3.6 on kernels/test_triton.py.
+For a process that has nothing to do but interpret. Measured with Triton 3.6 on codec/test_triton.py.
 """
 
 from __future__ import annotations

@@ -18,15 +18,29 @@ from gradwire.tools.train.demo import METHODS
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(scope="module")
-def remake() -> ModuleType:
-    """docs/remake.py, which is a program and in no package."""
-    spec = importlib.util.spec_from_file_location("remake", ROOT / "docs" / "remake.py")
+def program(name: str) -> ModuleType:
+    """One of docs/, which are in no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def remake() -> ModuleType:
+    return program("remake")
+
+
+def test_the_picture_and_the_table_of_rooms_are_those_of_the_source() -> None:
+    rooms = program("rooms")
+    text = rooms.PAGE.read_text(encoding="utf-8")
+    assert text == rooms.rendered(text), "make rooms"
+    assert rooms.PICTURE.read_text(encoding="utf-8") == rooms.picture(), "make rooms"
+    order = rooms.order()
+    assert all(order.index(upper) < order.index(lower) for upper, lower in rooms.imports()), "imports go down"
+    assert all(rooms.purpose(room).endswith(".") for room in order), "every room says in one line what it is for"
 
 
 def test_the_readme_shows_what_the_csv_holds(remake):

@@ -8,11 +8,11 @@ import sys
 import torch
 from torch import nn
 
-from compressors.rows import ROWS
 from gradwire import VGC
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.moments import Recorder
+from methods.rows import ROWS
 
 
 def compile_kernels() -> None:

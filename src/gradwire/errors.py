@@ -1,4 +1,4 @@
-"""The errors of gradwire. Wrong hyper-parameters are ValueErrors, what is no compressor a TypeError.
+"""What is raised, in words that say what to do.
 
 An error of the exchange reaches the user through DDP's future, which makes a RuntimeError with the same text of it.
 """

@@ -1,4 +1,4 @@
-"""Names the tensors of a bucket: where each one lies in the flat vector. Used by steps 2 to 6."""
+"""Names the tensors of a bucket: where each one lies in the flat vector."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""The version, for whoever must know it without the package: messages, checkpoints, the command line."""
+"""The version."""
 
 __version__ = "0.1.0"

@@ -212,7 +212,7 @@ def test_what_is_refused() -> None:
 
 def interpret(device: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from interpreter import mend  # of tests/kernels
+    from interpreter import mend  # of tests/codec
 
     from gradwire.moments.gpu import normalization_sums as fused
 

@@ -1,4 +1,4 @@
-"""The adapter: with plain.py the only file that knows DistributedDataParallel. `attach`, buckets <-> parameters."""
+"""The adapter: the only file that knows DistributedDataParallel. `attach`, buckets <-> parameters."""
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the real classes.
 import weakref
@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.adapters.other_wrappers import MIXED_PRECISION, refusal
 from gradwire.adapters.reducer import Reducer
-from gradwire.adapters.without_hook import Plain
 from gradwire.errors import WRAPPED_ANEW, AttachError, GradwireError
 from gradwire.methods.base import Compressor
 
@@ -23,14 +22,19 @@ class HookState:
 
     def __init__(self, model: DistributedDataParallel, reducer: Reducer) -> None:
         self.model, self.reducer = weakref.ref(model), reducer
+        self.registered = False
 
     def register(self) -> None:
+        """Every bucket comes here from now on."""
+        if self.registered:
+            return
         model = self.model()
         assert model is not None  # who asks for it holds it
         try:
             model.register_comm_hook(self, _hook)
         except RuntimeError as error:
             raise AttachError(f"DDP refuses a communication hook: {error}. Does the model have another one?") from error
+        self.registered = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model is not attached, and loads where gradwire is not installed."""
@@ -57,13 +61,8 @@ def named_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
     }
 
 
-def attach_reducer(
-    model: nn.Module, compressor: Compressor, scaler: Any, moments: dict[str, Any], lazily: bool = False
-) -> Reducer:
-    """Checks the model and puts a reducer between it and its process group. A model that is refused stays plain DDP.
-
-    lazily: Dense is left to DDP itself, until another method is used.
-    """
+def attach_reducer(model: nn.Module, compressor: Compressor, scaler: Any, moments: dict[str, Any]) -> Reducer:
+    """Checks the model and puts a reducer between it and its process group. A model that is refused stays plain DDP."""
     ddp = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(ddp, DistributedDataParallel):
         raise AttachError(refusal(model))
@@ -83,8 +82,7 @@ def attach_reducer(
     reducer = state.reducer
     try:
         reducer.use(compressor)
-        if not lazily:
-            reducer.hook_up()
+        state.register()
     except BaseException:
         reducer.close()
         raise
@@ -100,10 +98,7 @@ def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, An
                 "this model was attached before its net was wrapped anew: wrap it once more, or keep the newer"
             )
         raise AttachError(f"DDP takes one communication hook, and the model has another one: {other}")
-    reducer = Reducer(model, model.process_group, named_parameters(model), scaler, moments)
-    state = HookState(model, reducer)
-    reducer.plain = Plain(model, reducer.parameters, state.register)
-    return state
+    return HookState(model, Reducer(model, model.process_group, named_parameters(model), scaler, moments))
 
 
 def _check_parameters(model: DistributedDataParallel) -> None:

@@ -16,7 +16,6 @@ from torch.futures import Future
 from gradwire.adapters import momentum_advice
 from gradwire.adapters import optimizer_hook as stepping
 from gradwire.adapters.unused_parameters import UnusedParameters
-from gradwire.adapters.without_hook import Plain
 from gradwire.codec.header import VERSION
 from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
 from gradwire.exchange.budget import Budget, check
@@ -70,7 +69,6 @@ class Reducer:
         self.steps = 0
         self.attached, self.over = True, False
         self.on_step: list[Callable[[], None]] = []
-        self.plain: Plain | None = None  # while DDP sums by itself, and nothing comes here
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
         self._advised: Compressor | None = None
@@ -99,19 +97,11 @@ class Reducer:
             recorder = self._record()
         if working.kind != "sum" and pipeline is None:
             pipeline = Pipeline(courier_of(self.group), self.meter, self.capacity, self._end_step)
-        if not isinstance(working, Dense):
-            self.hook_up()
         self.recorder, self._pipeline, self._small = recorder, pipeline, small  # nothing can fail from here on
         if waits:
             self._next = compressor
         else:
             self._install(compressor)
-
-    def hook_up(self) -> None:
-        """Every bucket comes here from now on."""
-        if self.plain is not None:
-            self.plain.hook_up()
-            self.plain = None
 
     def _record(self) -> Recorder:
         root = self._root()
@@ -192,7 +182,6 @@ class Reducer:
         self.clock = self.between_steps = None
         root = self._root()
         if root is not None:
-            self.hook_up()
             root.register_forward_pre_hook(_refuse)  # a backward that raises would leave DDP's reducer in the middle
         self._stop_recording()
         self.unused.watch({})
@@ -299,9 +288,6 @@ class Reducer:
                 self._advised = self._compressor
                 if dist.get_rank(self.group) == 0:
                     momentum_advice.tell(self._compressor, optimizer)
-            if self.plain is not None and self.plain.steps_with(optimizer):
-                self.plain.count(self.meter)
-                self._end_step(finite=True)
             if self.between_steps is not None:
                 self.between_steps()
 

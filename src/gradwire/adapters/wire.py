@@ -60,7 +60,7 @@ def attach(
     }
     if compressor == AUTO:
         allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
-        return _choosing(attach_reducer(model, Dense(), scaler, moments, lazily=True), allowed)
+        return _choosing(attach_reducer(model, Dense(), scaler, moments), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
     return Wire(attach_reducer(model, compressor_of(compressor), scaler, moments))

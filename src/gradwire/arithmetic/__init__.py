@@ -1,1 +1,1 @@
-"""What several methods compute alike: plain torch is the definition, `*_cpu` and `*_gpu` have the same bits."""
+"""What several methods compute alike: draws, groups with a scale, signs. Plain torch is the definition."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradwire.arithmetic.draws import key_of, mix
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import Quota, table_of
 
 ROUNDS = 8
 
@@ -34,7 +34,7 @@ def chosen(seed: int, step: int, quota: Quota, device: torch.device) -> tuple[Te
     keys = [0 if slot is None else key_of(seed, step, slot.name) for slot in slots]
     lines = [(0, 0) if slot is None else progression(key, slot.numel) for slot, key in zip(slots, keys, strict=True)]
     factor, start = torch.tensor(lines, dtype=torch.int64).to(device, non_blocking=True).unbind(1)
-    table, tensor = quota.table(device), quota.tensor(device)
+    table, tensor = table_of(quota, device), quota.tensor(device)
     numel = table.numels[tensor]
     x = (factor[tensor] * quota.number(tensor) + start[tensor]) % numel
     for words, salts in _round_keys(keys, device):

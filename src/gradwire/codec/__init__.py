@@ -1,4 +1,4 @@
-"""Steps 2 to 4 and 6, from a gradient to the message and back, by device. `reference` is the definition of right."""
+"""Steps 2 to 4 and 6 of VGC, one call each way: accumulate, decide, pack, unpack; the bytes of every message."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradwire.layout import Layout
 
 
-class Table(NamedTuple):
+class QuotaTable(NamedTuple):
     """By tensor, int64 [K]."""
 
     counts: Tensor
@@ -24,7 +24,7 @@ class Table(NamedTuple):
     numels: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Quota:
     """k = max(1, floor(density n)) entries for a tensor of n elements."""
 
@@ -41,26 +41,13 @@ class Quota:
         """E."""
         return sum(self.counts)
 
-    @cached_property
-    def _tables(self) -> dict[torch.device, Table]:
-        return {}
-
-    def table(self, device: torch.device) -> Table:
-        """On `device`, made once."""
-        if device not in self._tables:
-            slots, firsts = self.layout.slots, accumulate(self.counts[:-1], initial=0)
-            offsets, numels = [slot.offset for slot in slots], [slot.numel for slot in slots]
-            rows = torch.tensor([self.counts, [*firsts][: len(slots)], offsets, numels], dtype=torch.int64)
-            self._tables[device] = Table(*rows.to(device))
-        return self._tables[device]
-
     def tensor(self, device: torch.device) -> Tensor:
         """Which tensor each entry belongs to, int64 [E]."""
-        return torch.repeat_interleave(self.table(device).counts, output_size=self.total)
+        return torch.repeat_interleave(table_of(self, device).counts, output_size=self.total)
 
     def number(self, tensor: Tensor) -> Tensor:
         """0 .. k - 1 in each tensor, int64 [E]; tensor: as `tensor` gives it."""
-        return torch.arange(self.total, device=tensor.device) - self.table(tensor.device).firsts[tensor]
+        return torch.arange(self.total, device=tensor.device) - table_of(self, tensor.device).firsts[tensor]
 
 
 def check_density(method: str, density: float) -> None:
@@ -74,3 +61,12 @@ def quota_of(layout: Layout, density: float) -> Quota:
     """Kept for the last few: both sides of an exchange ask for the same."""
     share = Fraction(str(density))  # as it is written: 0.07 of 100 elements are 7, though 0.07 * 100 > 7
     return Quota(layout, tuple(min(slot.numel, max(1, math.floor(share * slot.numel))) for slot in layout))
+
+
+@lru_cache(maxsize=256)
+def table_of(quota: Quota, device: torch.device) -> QuotaTable:
+    """On `device`, made once."""
+    slots, firsts = quota.layout.slots, accumulate(quota.counts[:-1], initial=0)
+    offsets, numels = [slot.offset for slot in slots], [slot.numel for slot in slots]
+    rows = torch.tensor([quota.counts, [*firsts][: len(slots)], offsets, numels], dtype=torch.int64)
+    return QuotaTable(*rows.to(device))

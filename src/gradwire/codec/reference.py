@@ -67,7 +67,7 @@ def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Elements:
     """What is sent, n elements in ascending order of their place."""
 
     index: Tensor  # int64 [n]
@@ -78,7 +78,7 @@ class Chosen:
     undo: Callable[[], None]
 
 
-def choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int) -> tuple[Chosen, Tensor]:
+def choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int) -> tuple[Elements, Tensor]:
     """Steps 2 to 4 but for the message: who is sent, r and v after it; and whether all was finite, bool []."""
     grad, moment, residual, variance, active = inputs
     live = None if active is None else layout.spread(active)
@@ -97,7 +97,7 @@ def choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
     undo = settle(index, values(index, code, exponents, layout, rule), residual, variance, live, rule)
     cells = layout.slot_of(index) * (WINDOW + 1) + (code & WINDOW)
     codes = torch.bincount(cells, minlength=len(layout) * (WINDOW + 1)).int().view(-1, WINDOW + 1)
-    return Chosen(index, code, codes, exponents, passed, undo), finite
+    return Elements(index, code, codes, exponents, passed, undo), finite
 
 
 def accumulate(

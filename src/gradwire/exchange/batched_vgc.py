@@ -1,4 +1,4 @@
-"""VGC's workers in one process abreast: every kernel is called once for all of them. Steps 2 to 6.
+"""VGC's workers in one process batched: every kernel is called once for all of them. Steps 2 to 6.
 
 A vector of W workers is cut into W chunks, so the words of a chunk are a worker's own, bit for bit. They go straight
 to the decoder's sum: no message is written, and its length is known from its room.
@@ -52,7 +52,7 @@ def carried_over(state: Any, compressor: Compressor, layout: Layout) -> Any:
     return new
 
 
-class Abreast:
+class BatchedVGC:
     """The state of W workers in one, and what they do in a step."""
 
     def __init__(self, compressor: VGC | Strom, layout: Layout, workers: int, device: torch.device) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.codec.header import WORD_BYTES
 from gradwire.errors import AttachError
-from gradwire.exchange.batched_vgc import Abreast, carried_over, fits
+from gradwire.exchange.batched_vgc import BatchedVGC, carried_over, fits
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
 from gradwire.exchange.in_process_graph import FIRST, CapturedStep, repeats
@@ -41,7 +41,7 @@ class InProcess:
 
     planned: messages of methods that need room are as long as in a training, the first step and others dense; else
     `rooms` says how many elements of each tensor fit, None all of them.
-    abreast: all workers at once where the method allows it, without writing their messages; the same bits.
+    batched: all workers at once where the method allows it, without writing their messages; the same bits.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class InProcess:
         world_size: int = 1,
         planned: bool = False,
         device: torch.device = CPU,
-        abreast: bool = False,
+        batched: bool = False,
     ) -> None:
         numels, n_bytes = {slot.name: slot.numel for slot in layout}, WORD_BYTES * layout.numel
         self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes))  # heads as those of real workers
@@ -59,13 +59,14 @@ class InProcess:
         self.planned = planned and self.needs_room
         self._check(compressor)
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
-        self.abreast = Abreast(compressor, layout, world_size, device) if abreast and fits(compressor, layout) else None
-        if self.abreast is not None:
-            self.states = self.abreast.states()
+        self.batched: BatchedVGC | None = None
+        if batched and fits(compressor, layout):
+            self.batched = BatchedVGC(compressor, layout, world_size, device)
+            self.states = self.batched.states()
         else:
             self.states = [compressor.init(layout, device) for _ in range(world_size)]
         self.repeated: CapturedStep | None = None
-        self._repeats = abreast and repeats(compressor, device)
+        self._repeats = batched and repeats(compressor, device)
         self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
         self.meter = Meter(layout.numel * world_size, device)  # of all workers together
@@ -80,9 +81,9 @@ class InProcess:
             )
         self._check(compressor)
         self.compressor, self.repeated, self._steps_alike = compressor, None, 0
-        if self.abreast is not None:
-            self.abreast.use(compressor)
-            self.states = self.abreast.states()
+        if self.batched is not None:
+            self.batched.use(compressor)
+            self.states = self.batched.states()
         else:
             self.states = [carried_over(state, compressor, self.layout) for state in self.states]
 
@@ -123,8 +124,8 @@ class InProcess:
         """The same where the gradients are not needed any more: they may be written over."""
         context = self.context(active, dense)
         step = Step(self.number, RoomPlan(context.dense))
-        if self.abreast is not None:
-            parts, n_bytes = self._batched(step, self.abreast, _rows(grads), _rows(moments), context)
+        if self.batched is not None:
+            parts, n_bytes = self._batched(step, self.batched, _rows(grads), _rows(moments), context)
         elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
             if self.repeated is None:
                 self.repeated = CapturedStep(partial(self._parts, grads=grads, moments=moments), grads, context)
@@ -152,7 +153,7 @@ class InProcess:
         ]
 
     def _batched(
-        self, step: Step, batched: Abreast, grads: Tensor, moments: Tensor, context: Context
+        self, step: Step, batched: BatchedVGC, grads: Tensor, moments: Tensor, context: Context
     ) -> tuple[list[Part], int]:
         """All workers in one call of each kernel, no message is written: one part for all of them."""
         crossed = batched(grads, moments, context)

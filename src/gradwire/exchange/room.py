@@ -151,7 +151,7 @@ class Capacity:
         return self._bytes(words, density_at(0))
 
     def _bytes(self, words: Words, density: float) -> int:
-        """Of a step's messages at most, with their heads (wire/header.py), whatever buckets the tensors lie in."""
+        """Of a step's messages at most, with their heads (codec/header.py), whatever buckets the tensors lie in."""
         layout = Layout.of((name, (numel,)) for name, numel in self.numels.items())
         rooms = zip(layout.slots, quota_of(layout, density).counts, strict=True)
         bodies = sum(words(slot.numel, min(above(wanted), slot.numel)) for slot, wanted in rooms)

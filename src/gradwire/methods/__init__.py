@@ -1,5 +1,8 @@
 # mypy: implicit-reexport
-"""Steps 2 to 4: one method a file. To add one: its file, a row in METHODS (table.py), a row in the contract test."""
+"""One method a file, or a folder with kernels of its own; the table that makes it known everywhere.
+
+To add one: its file, a row in METHODS (table.py), a row in the contract test.
+"""
 
 from gradwire.methods.base import Arrival as Arrival
 from gradwire.methods.base import Compressor as Compressor

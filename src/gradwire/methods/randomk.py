@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.finite import sifted
 from gradwire.arithmetic.shuffle import chosen
-from gradwire.codec.quota import Quota, check_density
+from gradwire.codec.quota import Quota, check_density, table_of
 from gradwire.methods.base import Context, Outcome, Rounds
 from gradwire.methods.residual import Residual, WithResidual
 
@@ -39,7 +39,7 @@ class RandomK(WithResidual, Rounds):
         good, finite = sifted(context.only(grad))
         state.residual += good
         places, tensor = chosen(self.seed, context.step, quota, grad.device)
-        values, counts = state.residual[places], quota.table(grad.device).counts
+        values, counts = state.residual[places], table_of(quota, grad.device).counts
         if context.active is not None:
             values, counts = torch.where(context.active[tensor], values, 0.0), counts * context.active
         state.residual.index_add_(0, places, values, alpha=-1)

@@ -1,4 +1,4 @@
-"""Step 1, moments: for every parameter the sum over samples of its squared contribution to the gradient."""
+"""Step 1: for every parameter the sum over samples of its squared contribution to the gradient."""
 
 from gradwire.moments.coverage import Row
 from gradwire.moments.layers import attention, batch_norm, convolution, embedding, linear, normalization

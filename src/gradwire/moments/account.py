@@ -15,8 +15,8 @@ from gradwire.errors import MomentError
 from gradwire.layout import in_shape
 from gradwire.moments.completeness import Completeness
 from gradwire.moments.coverage import Row
-from gradwire.moments.estimates.micro_batches import MicroBatches, step
 from gradwire.moments.joined_uses import by_samples, merge, settled
+from gradwire.moments.micro_batches import MicroBatches, step
 from gradwire.moments.passes import ModelPasses, current_task, quietly
 from gradwire.moments.precision import exact_dtype, norm
 from gradwire.moments.uses import Doubt, Use

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwire.errors import AttachError
-from gradwire.moments.follow.batch_axis import tensors_in
+from gradwire.moments.batch_axis import tensors_in
 from gradwire.moments.passes import transformed
 
 if TYPE_CHECKING:

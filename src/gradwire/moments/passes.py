@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from gradwire.moments.batch_axis import BatchAxis
     from gradwire.moments.cuda_graphs.captured_moments import CapturedMoments
-    from gradwire.moments.follow.batch_axis import BatchAxis
     from gradwire.moments.follow.fake_forward import FakeForward
 
 current_task: Callable[[], int] = torch._C._current_graph_task_id  # the backward now running, -1 outside of one

@@ -14,18 +14,18 @@ from gradwire.errors import AttachError, MomentError
 from gradwire.layout import in_shape
 from gradwire.moments import owners
 from gradwire.moments.account import Account, Options
+from gradwire.moments.batch_axis import BatchAxis, batch_size, token_count
 from gradwire.moments.batch_dim import BatchDim, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.coverage import Row
-from gradwire.moments.estimates.micro_batches import ESTIMATORS
-from gradwire.moments.estimates.random_signs import watch_signed
-from gradwire.moments.follow.batch_axis import BatchAxis, batch_size, token_count
 from gradwire.moments.hooks import OutputHook, PassHook
 from gradwire.moments.layer_call import Tap
 from gradwire.moments.layer_table import Layer
 from gradwire.moments.layers.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.layers.own_parameters import OWN
+from gradwire.moments.micro_batches import ESTIMATORS
 from gradwire.moments.owners import Owner
 from gradwire.moments.passes import UNKNOWN, ModelPasses, transformed
+from gradwire.moments.random_signs import watch_signed
 from gradwire.moments.swapped_forward import ATTRIBUTE, install, is_free, uninstall
 
 if TYPE_CHECKING:

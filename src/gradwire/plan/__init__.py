@@ -1,4 +1,4 @@
-"""What a step would take with each method, on this link and machine: a cost model, what feeds it, and a verdict."""
+"""What a step would take with each method: a cost model, what feeds it, and a verdict."""
 
 from gradwire.plan.choose import Verdict, choose, pays_below
 from gradwire.plan.model import Cost, Network, Prediction, Work, predict

@@ -175,7 +175,7 @@ def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
     gather = cost.kind == "gather"
     n_bytes = network.on_link(cost.handed_over(numel), gather)
     part = 1.0  # of what the method would send: the rest waits in its residual, or all of it goes as a dense step
-    if cost.room and gather and cost.handed_over(numel) > 0:  # as capacity.py has it, for one worker alone too
+    if cost.room and gather and cost.handed_over(numel) > 0:  # as exchange/room.py has it, for one worker alone too
         part = min(1.0, 2 * FLOAT_BYTES * numel / (network.workers * cost.handed_over(numel)))
     n_bytes *= part
     link_ms = cost.rounds * network.collective_ms(n_bytes / cost.rounds, gather)

@@ -1,0 +1,1 @@
+"""W virtual workers in one process: `simulate`."""

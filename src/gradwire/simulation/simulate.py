@@ -16,8 +16,8 @@ from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout, in_shape
 from gradwire.methods import Compressor, compressor_of
 from gradwire.methods.base import of_slot, powers
+from gradwire.moments.batch_axis import BatchAxis
 from gradwire.moments.batch_dim import BatchDim, root_axis_of
-from gradwire.moments.follow.batch_axis import BatchAxis
 from gradwire.simulation import random_state as randomness
 from gradwire.simulation.cuda_graphs import CapturedPasses
 from gradwire.simulation.virtual_worker import Loss, VirtualWorker
@@ -94,7 +94,7 @@ class Simulation:
             workers,
             planned=True,
             device=self.device,
-            abreast=gpu if messages is None else not messages,
+            batched=gpu if messages is None else not messages,
         )
         rows = enumerate(zip(self.gradients, self.moments, strict=True))
         self.replicas = [VirtualWorker(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]

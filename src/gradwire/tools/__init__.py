@@ -1,1 +1,1 @@
-"""The command line and what stands behind it. Nothing of the library imports it: it comes with the extra `tools`."""
+"""Stand apart: the command line, train, experiment, lab, race, plan. Nothing below imports them."""

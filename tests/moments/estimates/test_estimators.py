@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.moments import Recorder
-from gradwire.moments.estimates.micro_batches import GroupSpread
-from gradwire.moments.follow.batch_axis import SEVERAL
+from gradwire.moments.batch_axis import SEVERAL
+from gradwire.moments.micro_batches import GroupSpread
 
 from ..oracle import Root, by_sample, consume_all, trainable
 

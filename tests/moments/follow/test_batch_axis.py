@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwire.errors import MomentError
 from gradwire.moments import Recorder, Row
-from gradwire.moments.follow.batch_axis import MOST
+from gradwire.moments.batch_axis import MOST
 
 from ..oracle import Moments, assert_equal, by_sample, consume_all, recorded, trainable
 

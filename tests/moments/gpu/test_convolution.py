@@ -127,7 +127,7 @@ INTERPRETED = {"cases": check_cases, "plans": check_plans}
 
 def serve() -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from interpreter import mend  # of tests/kernels
+    from interpreter import mend  # of tests/codec
 
     mend()
     interpreted.serve(INTERPRETED)

@@ -126,7 +126,7 @@ def check_samples(device: str) -> None:
 
 def interpret(device: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from interpreter import mend  # of tests/kernels
+    from interpreter import mend  # of tests/codec
 
     mend()
     for shape in FEW:

@@ -54,7 +54,7 @@ def compare_kernels(device: str) -> None:
 
 def interpret(device: str) -> None:
     """Runs in a process of its own: the interpreter is chosen when Triton is imported."""
-    from interpreter import mend  # of tests/kernels
+    from interpreter import mend  # of tests/codec
 
     mend()
     compare_kernels(device)

@@ -8,8 +8,7 @@
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
 All of it happens between two steps, right after the optimizer's, from numbers of all ranks (rank_numbers.py): so all
-ranks choose the same. Nothing is swapped or held back while a sum is the choice, and while that is Dense DDP has no
-hook: it is what it would be without us.
+ranks choose the same. Nothing is swapped or held back while a sum is the choice.
 """
 
 from __future__ import annotations
@@ -61,7 +60,6 @@ class MethodChooser:
         self._errors: dict[str, float] = {}  # by method: measured / predicted; the newest is the last
         self._seen = reducer.steps  # exchanges that were noticed
         self._asked: Flight | None = None
-        self._parts = (0.0, 0.0, 0.0)  # of a step, as they were last seen
         self._since = 0  # steps with this method
         self._bytes = 0  # sent when the steps began to count
         self._expected_ms: float | None = None
@@ -99,8 +97,6 @@ class MethodChooser:
         if self._reducer.steps == self._seen:
             return  # another optimizer of the same step
         self._seen = self._reducer.steps
-        if self._reducer.plain is not None and self._expected_ms is None:
-            self._clock.told(self._reducer.plain.passes())
         self._clock.stepped()
         self._since += 1
         if self._since == self._warm:
@@ -118,8 +114,6 @@ class MethodChooser:
         self._clock.forget()
         self._asked, self._since, self._bytes, self._expected_ms = None, 0, 0, None
         self._warm = WARM[self._reducer.compressor.needs_room]
-        if self._reducer.plain is not None:
-            self._reducer.plain.watch(closely=True)
 
     def _due(self) -> bool:
         """The same on every rank: from numbers that all have."""
@@ -131,9 +125,7 @@ class MethodChooser:
     def _figures(self) -> list[float]:
         clock = self._clock
         since_probe = time.perf_counter() - self._probed_at
-        if clock.seen():
-            self._parts = clock.parts()
-        return [clock.step_ms(), *clock.recent_ms(), *self._parts, since_probe]
+        return [clock.step_ms(), *clock.recent_ms(), *clock.parts(), since_probe]
 
     def _hear(self, rows: list[list[float]]) -> None:
         """Figures of all ranks."""
@@ -151,11 +143,7 @@ class MethodChooser:
         if again and self._has_changed():
             self._plan(self._predicted_ms())
             self._begin()  # what was timed so far was on another link
-        elif drifted and not first and self._reducer.plain is not None:
-            self._begin()  # it is the passes that have changed: they are looked at again
         elif first or again:
-            if self._reducer.plain is not None:
-                self._reducer.plain.watch(closely=False)
             self._expected_ms = step_ms
             self._errors.pop(self.chosen, None)
             self._errors[self.chosen] = step_ms / self._predicted_ms()
@@ -164,7 +152,7 @@ class MethodChooser:
     def _learn(self, parts: list[float]) -> None:
         """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
         spec = self.chosen
-        if self._work is None or (self._reducer.compressor.kind == "sum" and self._clock.seen()):
+        if self._work is None or self._reducer.compressor.kind == "sum":
             self._work = work_of(self._clock.layouts(), parts)
         self._price([spec])
         # the same on every rank: so long are the messages of all

@@ -1,7 +1,4 @@
-"""When things happen in a step of one rank, by its own clock: the reducer says what it sees, nothing is waited for.
-
-Where DDP sums by itself there is no reducer to see it, and DDP says how long its passes take (without_hook.py).
-"""
+"""When things happen in a step of one rank, by its own clock: the reducer says what it sees, nothing is waited for."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from gradwire.adapters.without_hook import Passes
 from gradwire.layout import Layout
 from gradwire.plan.model import Work
 
@@ -47,17 +43,6 @@ class Clock:
         if self._current is not None:
             self._current.arrived = self._now()
 
-    def told(self, passes: Passes) -> None:
-        """What DDP says of a step like this one: buckets are taken to be ready at an even pace."""
-        if self._current is None:
-            return
-        last, done = self._current.begin + passes.forward + passes.backward, 0
-        numel = sum(layout.numel for layout in passes.layouts)
-        for layout in passes.layouts:
-            done += layout.numel
-            self._current.ready.append((last - passes.backward * (1 - done / numel), layout))
-        self._current.arrived = last + passes.waited
-
     def stepped(self) -> None:
         """The optimizer has stepped: a step ends and the next one begins."""
         now = self._now()
@@ -87,10 +72,6 @@ class Clock:
         """The shorter and the longer of the last two steps."""
         last = [times.step_ms for times in list(self._steps)[-2:]]
         return min(last), max(last)
-
-    def seen(self) -> bool:
-        """Whether more is known than how long the steps took."""
-        return any(times.ready for times in self._steps)
 
     def layouts(self) -> list[Layout]:
         """The buckets, as the last step had them."""

@@ -315,7 +315,7 @@ def _give_back(spare: list[tuple[Array, ...]], arrays: tuple[Array, ...], counts
 
 
 @dataclass
-class Chosen:
+class Selected:
     """Who is sent, and what the head says of it."""
 
     found: Candidates
@@ -359,7 +359,7 @@ def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
     return Selection(torch.from_numpy(words), torch.from_numpy(counts), *numbers, chosen.undo)
 
 
-def _words(chosen: Chosen, chunk: int, words: Array) -> Array:
+def _words(chosen: Selected, chunk: int, words: Array) -> Array:
     """Writes them; how many each chunk has, int32 [C]."""
     found, segments = chosen.found, chosen.found.segments
     outs = found.counts.cumsum() - found.counts
@@ -367,7 +367,7 @@ def _words(chosen: Chosen, chunk: int, words: Array) -> Array:
     return np.bincount(segments.chunks, found.counts, minlength=segments.n_chunks).astype(np.int32)
 
 
-def _choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Chosen:
+def _choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Selected:
     """Steps 2 to 4 but for the message."""
     grad, moment, residual, variance, active = inputs
     n_threads = torch.get_num_threads()
@@ -399,7 +399,7 @@ def _choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int],
     def undo() -> None:
         found.each(put_back, found.places, found.residual, found.variance, r, v, few=few)
 
-    return Chosen(found, finite, few, exponents, passed, codes, undo)
+    return Selected(found, finite, few, exponents, passed, codes, undo)
 
 
 def _classify(found: Candidates, tops: Array, rule: Rule, few: bool) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ from gradwire.compile.tiles import on_device
 SMALL, ADDED = 256, 1024  # blocks that one program looks at
 
 
-class Cut(NamedTuple):
+class BlockTable(NamedTuple):
     """Of every block: its first place int64 [B], places, tensor, bits of its count, int32 [B]; its entry in the
     directory: first bit int64 [B], bits int32 [B]."""
 
@@ -115,21 +115,21 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def cut_of(blocks: Blocks, device: torch.device) -> tuple[Cut, Tensor]:
+def cut_of(blocks: Blocks, device: torch.device) -> tuple[BlockTable, Tensor]:
     """The blocks on the device, and the table by tensor that they follow from; see `geometry_kernel`."""
     key = (device, _stream(device))  # the one that makes them
     if key not in blocks.kept:
         blocks.kept[key] = _cut(blocks, device)
-    known: tuple[Cut, Tensor] = blocks.kept[key]
+    known: tuple[BlockTable, Tensor] = blocks.kept[key]
     return known
 
 
-def _cut(blocks: Blocks, device: torch.device) -> tuple[Cut, Tensor]:
+def _cut(blocks: Blocks, device: torch.device) -> tuple[BlockTable, Tensor]:
     offsets, numels = bounds(blocks.layout)
     by_tensor = (blocks.entries[:-1], blocks.entry_bits, blocks.lengths, offsets, numels, blocks.capacity)
     tables = on_device([*blocks.first, *(number for row in by_tensor for number in row)], device)
     sizes = (torch.int64, torch.int32, torch.int32, torch.int32, torch.int64, torch.int32)
-    cut = Cut(*(torch.empty(blocks.count, dtype=dtype, device=device) for dtype in sizes))
+    cut = BlockTable(*(torch.empty(blocks.count, dtype=dtype, device=device) for dtype in sizes))
     if blocks.count:
         numbers = (blocks.count, len(blocks.layout), len(blocks.layout).bit_length())
         geometry_kernel[(-(-blocks.count // SMALL),)](tables, cut, *numbers, width=SMALL)

@@ -92,13 +92,10 @@ def select(
     report = _report(n_words, n_slots, tiles.n_chunks, residual.device)
     if not tiles.n_tiles:
         return _nothing(report, active)
-    if variance is None or moment is None:
-        moment, held = grad, kinds.Held(residual, residual)
-    else:
-        held = kinds.Held(residual, variance)
-    state, cut, test, quantum, found, sums, plan = _records(
-        tiles, active, rule, step, capacity, held, variance is not None
-    )
+    moment = grad if moment is None else moment  # something to point at where v does not count
+    held = kinds.Held(residual, residual if variance is None else variance)
+    asked = (tiles, active, rule, step, capacity, held, variance is not None)
+    state, cut, test, quantum, found, sums, plan = _records(*asked)
     if rule.density is not None:
         test = limited(grad, moment, state, cut, test, quantum, tiles, layout, rule, active is None)
     records = (state, cut, test, quantum, found, sums, plan)
@@ -120,7 +117,12 @@ def select(
 
 
 def _emit(
-    records: tuple[Any, ...], report: kinds.Outputs, tiles: Tiles, block: Batch, sizes: dict[str, int], feedback: bool
+    records: tuple[Any, ...],
+    report: kinds.EncodeOutputs,
+    tiles: Tiles,
+    block: Batch,
+    sizes: dict[str, int],
+    feedback: bool,
 ) -> None:
     options: dict[str, Any] = {"feedback": feedback, "lanes": block.lanes, **sizes, **UNFUSED}
     rows = min(block.rows, tiles.group)
@@ -129,20 +131,20 @@ def _emit(
     emitting.emit_cut_kernel[(tiles.n_groups,)](*records, report, len(report.words), **options)
 
 
-def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> kinds.Outputs:
+def _report(n_words: int, n_slots: int, n_chunks: int, device: torch.device) -> kinds.EncodeOutputs:
     sizes = (n_words, n_chunks, n_slots * (WINDOW + 1), n_slots, n_slots)
     made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
     made.append(torch.empty(1, dtype=torch.uint8, device=device))
-    return kinds.Outputs(*made)
+    return kinds.EncodeOutputs(*made)
 
 
-def _selection(report: kinds.Outputs, undo: Callable[[], None]) -> Selection:
+def _selection(report: kinds.EncodeOutputs, undo: Callable[[], None]) -> Selection:
     words, counts, codes, exponents, passed, finite = report
     codes, finite = codes.view(-1, WINDOW + 1), finite.view(torch.bool).squeeze(0)
     return Selection(words, counts, codes, exponents, passed, finite, undo)
 
 
-def _nothing(report: kinds.Outputs, active: Tensor | None) -> Selection:
+def _nothing(report: kinds.EncodeOutputs, active: Tensor | None) -> Selection:
     """Of a bucket without elements."""
     for tensor in report:
         tensor.zero_()
@@ -170,7 +172,7 @@ def _records(
 
     live = tiles.all_live if active is None else active.view(torch.uint8)
     geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin, tiles.first_of_slot)
-    cut = kinds.Cut(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
+    cut = kinds.TileGeometry(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
     eights, n_found = _room(tiles, sum(capacity))
     before = empty(n_found, torch.float32)
     lists = (empty(n_found, torch.int16), before, empty(n_found, torch.float32) if weighed else before)

@@ -28,7 +28,7 @@ ALIGN = tl.constexpr(TILE_ALIGN)
 SPAN = tl.constexpr(256)  # places of a spilled tile at a time: no more registers than the candidates take
 
 
-class Cut(NamedTuple):
+class TileGeometry(NamedTuple):
     """The geometry: see `Tiles`."""
 
     base: Any
@@ -136,7 +136,7 @@ class Plan(NamedTuple):
     before: Any
 
 
-class Outputs(NamedTuple):
+class EncodeOutputs(NamedTuple):
     """What `Selection` holds."""
 
     words: Any

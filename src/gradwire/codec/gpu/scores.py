@@ -67,7 +67,7 @@ def limited(
     grad: Tensor,
     moment: Tensor,
     state: kinds.Held,
-    cut: kinds.Cut,
+    cut: kinds.TileGeometry,
     test: kinds.Test,
     quantum: kinds.Quantum,
     tiles: Tiles,

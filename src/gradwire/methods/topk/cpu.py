@@ -19,7 +19,7 @@ from gradwire.layout import Slot
 from gradwire.methods.topk.largest import EXPECTED, RANK, line_of, sampled
 
 
-class QuotaTable(NamedTuple):
+class SearchTable(NamedTuple):
     """What follows from the quota alone, K tensors."""
 
     segments: Segments
@@ -30,10 +30,10 @@ class QuotaTable(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _table(quota: Quota, n_threads: int) -> QuotaTable:
+def _table(quota: Quota, n_threads: int) -> SearchTable:
     segments = Segments.of(quota.layout, n_threads, CHUNK)
     numbered = enumerate(zip(quota.layout, quota.counts, strict=True))
-    return QuotaTable(
+    return SearchTable(
         segments,
         np.array(segments.of_slots, np.int64),
         np.array(quota.counts, np.int64),

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gradwire.codec import CHUNK
 from gradwire.codec.gpu import shared_memory
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import Quota, table_of
 from gradwire.compile.tiles import ALIGN as TILE_ALIGN
 from gradwire.compile.tiles import Tiles, on_device, tiles_of
 from gradwire.methods.topk.largest import EXPECTED, FEWEST, RANK, line_of, sampled
@@ -303,7 +303,7 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
     places = torch.empty(quota.total, dtype=torch.int64, device=device)
     values = torch.empty(quota.total, dtype=torch.int32, device=device)
     if tiles.n_tiles:
-        bits, table, work = flat.view(torch.int32), quota.table(device), _room(tiles, device)
+        bits, table, work = flat.view(torch.int32), table_of(quota, device), _room(tiles, device)
         cut = TileCut(tiles.base, tiles.low, tiles.high, tiles.slot, tiles.first_of_slot)
         live = tiles.all_live if active is None else active.view(torch.uint8)
         lines = _kept(quota, device) if exact else _lines(quota, step, device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.draws import key_of
 from gradwire.arithmetic.shuffle import progression
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import Quota, table_of
 from gradwire.layout import Slot
 
 EXPECTED, RANK = 32, 49  # elements of the sample above the true threshold, and the one that gives the floor
@@ -31,7 +31,7 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
     Where fewer than k are found the rest is the tensor's last place with the value 0, also for tensors not `active`.
     Plain torch, on any device: the definition. Nothing is waited for.
     """
-    layout, table, sizes = quota.layout, quota.table(flat.device), flat.view(torch.int32) & MAGNITUDE
+    layout, table, sizes = quota.layout, table_of(quota, flat.device), flat.view(torch.int32) & MAGNITUDE
     least = []
     for slot, k in zip(layout, quota.counts, strict=True):
         own = slot.of(sizes)
@@ -54,7 +54,7 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
 
 def _within(mask: Tensor, quota: Quota) -> tuple[Tensor, Tensor]:
     """How many are true in a tensor up to each element, [N], and in all of the tensor, [K]."""
-    table, layout = quota.table(mask.device), quota.layout
+    table, layout = table_of(quota, mask.device), quota.layout
     running = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
     before = running[table.offsets]
     return running[1:] - layout.spread(before), running[table.offsets + table.numels] - before

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import Quota, table_of
 from gradwire.layout import Layout
 
 
@@ -50,7 +50,7 @@ class PlaceCode:
         """On `device`, made once, int64: k and the first entry of each tensor [K], and what its first has [5, K]."""
         if device not in self._tables:
             low, low_start, plane_start = torch.tensor(self._columns, dtype=torch.int64).to(device)
-            counts, firsts, offsets, numels = self.quota.table(device)
+            counts, firsts, offsets, numels = table_of(self.quota, device)
             columns = torch.stack([low, low_start - firsts * low, plane_start - firsts, offsets, numels - 1])
             self._tables[device] = counts, firsts, columns
         return self._tables[device]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradwire.moments.follow.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Where
+from gradwire.moments.batch_axis import BY_DATA, MIXED, NOWHERE, REST, Where
 
 aten = torch.ops.aten
 # Divisible by 8, for models that split a batch, and by a prime that hardly any layer's width is.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from gradwire.moments.follow.batch_axis import NOWHERE, Where
+from gradwire.moments.batch_axis import NOWHERE, Where
 from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.layer_table import Layer, Uses, layer_of, path_of
 from gradwire.moments.layers.linear import linear, transposed_linear

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.moments.follow.batch_axis import COMPILED
+from gradwire.moments.batch_axis import COMPILED
 from gradwire.moments.layer_call import NOTHING, TAPS, LayerCall
 from gradwire.moments.passes import PASSES, UNKNOWN
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
+AnyOptimizer = Annotated[str, Option(help="adam, adamw, sgd; without momentum: plain-adam, plain-adamw, plain")]
 Data = Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")]
 Loopback = Annotated[bool, Option("--loopback", help="no root, no rates: all on 127.0.0.1")]
 Optimizer = Annotated[

@@ -20,7 +20,7 @@ from gradwire.plan import typical
 from gradwire.plan.choose import choose
 from gradwire.plan.model import Network, Work
 from gradwire.tools.cli.exit_codes import readable_errors
-from gradwire.tools.cli.options import Data
+from gradwire.tools.cli.options import AnyOptimizer, Data
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
 from gradwire.tools.plan.measured import measured
@@ -36,7 +36,7 @@ MOST_PARAMETERS = 1e11
 
 
 @dataclass(frozen=True)
-class Outputs:
+class PlanOutputs:
     """Where the plan goes beside the screen."""
 
     chart: Path | None
@@ -79,9 +79,7 @@ def plan(
     json_file: Annotated[Path | None, Option("--json", help="all numbers, measured and predicted")] = None,
     csv_file: Annotated[Path | None, Option("--csv", help="the table")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,
-    optimizer: Annotated[
-        str, Option(help="adam, adamw, sgd; without momentum: plain-adam, plain-adamw, plain")
-    ] = "adam",
+    optimizer: AnyOptimizer = "adam",
     data: Data = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
@@ -90,7 +88,7 @@ def plan(
     with readable_errors():
         world = among(os.environ if params is None else {}, workers)
         chosen = parse_methods(methods)
-        outputs = Outputs(chart_file, json_file, csv_file)
+        outputs = PlanOutputs(chart_file, json_file, csv_file)
         outputs.check()
         check_common(device, margin)
         if task is None or params is not None:
@@ -156,7 +154,7 @@ class Calculation:
         return typical.work_of(round(self.params), *times)
 
 
-def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: Outputs) -> None:
+def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: PlanOutputs) -> None:
     """Be a worker, or start them. Everything is checked in both."""
     checked = check(settings)
     if inside_torchrun():
@@ -203,7 +201,7 @@ def network_of(workers: int, mbit: float, latency_ms: float) -> Network:
         raise InputError(f"{error}. Give --mbit 1000 for 1 Gbit/s, --latency-ms 0.1") from error
 
 
-def show(report: PlanReport, outputs: Outputs) -> None:
+def show(report: PlanReport, outputs: PlanOutputs) -> None:
     """Table, verdict, files."""
     report.show(Console())
     typer.echo(report.verdict.words)

@@ -1,1 +1,0 @@
-"""Step 1, moments: estimates, where no exact formula serves."""
