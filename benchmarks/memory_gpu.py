@@ -24,7 +24,7 @@ from benchmarks.ranks import on_ranks
 Row = dict[str, Any]
 Batch = tuple[int, int]  # samples, positions
 FEW, MANY = (16, 16), (16, 1024)
-SETTLE = 100  # steps: every element passes its first looks too easily (exchange/room.py), and messages are large until then
+SETTLE = 100  # steps: every element passes its first looks too easily (exchange/room.py), so messages are large
 STATE_BYTES = 12  # residual, variance, moment
 ALPHAS = (1.5, 8.0)  # random tokens are all noise: many pass, and few
 

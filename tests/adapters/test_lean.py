@@ -44,6 +44,7 @@ def trained(spec: str, rows: int) -> tuple[int, list[str]]:
 
 def bytes_a_parameter(spec: str) -> float:
     """Of a larger and a smaller model: what a process holds whatever its model is counts for nothing."""
+    trained(spec, 1)  # compiles, where nobody has before: what a compiler leaves behind is no state of ours
     (small, _), (large, loaded) = (trained(spec, rows) for rows in ROWS)
     assert not loaded
     return (large - small) / (5000 * (ROWS[1] - ROWS[0]))
