@@ -2,8 +2,8 @@
 
 docs/figures/rooms.svg and the table of docs/architecture.md between its two markers come from the source alone: the
 order from pyproject.toml, what a room is for from the first line of its __init__.py, an arc from every pair of rooms of
-which one imports from the other. A test compares (tests/test_docs.py), so neither can say what is not so; a line more in
-a file changes neither.
+which one imports from the other. A test compares (tests/test_docs.py), so neither can say what is not so; a line more
+in a file changes neither.
 """
 
 from __future__ import annotations
@@ -87,9 +87,8 @@ def picture() -> str:
     for upper, lower in sorted(imports()):
         begin, end = middle[upper], middle[lower]
         reach = BOX + 30 + (end - begin) * 0.95
-        parts.append(
-            f'<path class="arc" d="M{BOX + 10} {begin:.0f} C{reach:.0f} {begin:.0f} {reach:.0f} {end:.0f} {BOX + 10} {end:.0f}"/>'
-        )
+        path = f"M{BOX + 10} {begin:.0f} C{reach:.0f} {begin:.0f} {reach:.0f} {end:.0f} {BOX + 10} {end:.0f}"
+        parts.append(f'<path class="arc" d="{path}"/>')
     for room in rooms:
         y = middle[room]
         parts += [
