@@ -1,7 +1,7 @@
 """Draws the rooms of the package from its own imports, and writes their table: `make rooms`.
 
 docs/figures/rooms.svg and the table of docs/architecture.md between its two markers come from the source alone: the
-order from pyproject.toml, what a room is for from the first line of its __init__.py, an arc from every pair of rooms of
+order from pyproject.toml, what a room is for from the first line of its __init__.py, a dot for every pair of rooms of
 which one imports from the other. A test compares (tests/test_docs.py), so neither can say what is not so; a line more
 in a file changes neither.
 """
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "gradwire"
 PAGE, PICTURE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "figures" / "rooms.svg"
 BEGIN, END = "<!-- rooms:begin -->\n", "<!-- rooms:end -->\n"
-ROW, WIDTH, BOX, TOP = 38, 640, 130, 30  # pixels: of a row, the picture, a box, above the first
+LEFT, CELL = 120, 30  # pixels: beside and above the dots, of a room
 
 
 def order() -> list[str]:
@@ -74,27 +74,27 @@ def targets(node: ast.AST) -> list[str]:
 
 
 def picture() -> str:
-    """Rooms one below the other, an arc for each pair that imports: all of them go down on the right."""
-    rooms = order()
-    height = TOP + ROW * len(rooms) + 10
-    middle = {room: TOP + ROW * number + ROW / 2 - 4 for number, room in enumerate(rooms)}
+    """A row for what a room uses, a dot in the column of each: below the diagonal there is none, so imports go down."""
+    rooms, uses = order(), imports()
+    size = LEFT + CELL * len(rooms) + 10
+    box = f'viewBox="0 0 {size + 40} {size}" font-family="sans-serif" font-size="13"'
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">',
-        "<style>text{fill:#333}.room{fill:#e8eef7;stroke:#4a6fa5}.arc{fill:none;stroke:#4a6fa5;stroke-opacity:.5;stroke-width:1.5}"
+        f'<svg xmlns="http://www.w3.org/2000/svg" {box}>',
+        "<style>text{fill:#333}.room{fill:#e8eef7;stroke:#4a6fa5}.use{fill:#4a6fa5}.line{stroke:#8884}"
         "@media(prefers-color-scheme:dark){text{fill:#ddd}.room{fill:#223}}</style>",
-        '<text x="10" y="18" font-size="13">Imports go down: an arc leads from a room to one that it uses.</text>',
     ]
-    for upper, lower in sorted(imports()):
-        begin, end = middle[upper], middle[lower]
-        reach = BOX + 30 + (end - begin) * 0.95
-        path = f"M{BOX + 10} {begin:.0f} C{reach:.0f} {begin:.0f} {reach:.0f} {end:.0f} {BOX + 10} {end:.0f}"
-        parts.append(f'<path class="arc" d="{path}"/>')
-    for room in rooms:
-        y = middle[room]
+    for number, room in enumerate(rooms):
+        x = y = LEFT + CELL * number + CELL // 2
         parts += [
-            f'<rect class="room" x="10" y="{y - 14:.0f}" width="{BOX}" height="28" rx="5"/>',
-            f'<text x="20" y="{y + 5:.0f}" font-size="13" font-weight="bold">{room}</text>',
+            f'<line class="line" x1="{LEFT}" y1="{y}" x2="{size - 10}" y2="{y}"/>',
+            f'<line class="line" x1="{x}" y1="{LEFT}" x2="{x}" y2="{size - 10}"/>',
+            f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{room} uses</text>',
+            f'<text transform="translate({x + 4} {LEFT - 8}) rotate(-50)">{room}</text>',
+            f'<rect class="room" x="{x - 9}" y="{y - 9}" width="18" height="18" rx="4"/>',
         ]
+    for upper, lower in sorted(uses):
+        x, y = (LEFT + CELL * rooms.index(room) + CELL // 2 for room in (lower, upper))
+        parts.append(f'<circle class="use" cx="{x}" cy="{y}" r="6"/>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
