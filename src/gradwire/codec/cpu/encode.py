@@ -334,7 +334,7 @@ def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
     counts: Array | int = 0  # blocks count for themselves
     if shape.blocks is None:
         message = np.empty(shape.words, np.int32)
-        message[: shape.body.start] = 0
+        message[: shape.body.start] = message[shape.body.start + found.counts.sum() :] = 0
         counts = _words(chosen, shape.chunk, message[shape.body])
     else:
         message = np.zeros(shape.words, np.int32)
@@ -355,7 +355,7 @@ def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
 def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Selection:
     """As `reference.select`."""
     chosen = _choose(inputs, layout, rule, capacity, step, chunk)
-    words = np.empty(sum(capacity), np.int32)
+    words = np.zeros(sum(capacity), np.int32)
     counts = _words(chosen, chunk, words)
     codes, exponents, passed = map(torch.from_numpy, (chosen.codes, chosen.exponents, chosen.passed))
     numbers = (codes, exponents, passed, torch.tensor(chosen.finite))
@@ -363,10 +363,9 @@ def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
 
 
 def _words(chosen: Selected, chunk: int, words: Array) -> Array:
-    """Writes them, and zeros behind the last; how many each chunk has, int32 [C]."""
+    """Writes them; how many each chunk has, int32 [C]."""
     found, segments = chosen.found, chosen.found.segments
     outs = found.counts.cumsum() - found.counts
-    words[found.counts.sum() :] = 0
     found.each(write_words, outs, found.places, found.codes, chunk, words, few=chosen.few)
     return np.bincount(segments.chunks, found.counts, minlength=segments.n_chunks).astype(np.int32)
 
