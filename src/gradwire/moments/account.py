@@ -104,7 +104,7 @@ class Account:
         self.here: Tensor = param  # what stands in its place: another tensor while a graph is captured
         self.never = never  # why it can never be exact
         self.shared = False  # used more than once in a pass
-        self.hint = raw or "none of its uses is in a layer known here; gradwire.per_sample(param, x) makes it exact"
+        self.hint = raw or ""  # why it is estimated where nothing is reported
         self.estimated = never is not None or raw is not None  # keeps account of micro-batches
         self.dtype = exact_dtype(param)
         self.completeness = Completeness(param, self.dtype)

@@ -202,12 +202,22 @@ class Tap:
             if isinstance(doubt, Mismatch) and not self.passes.batch_axis.followed:
                 self.mismatch = str(doubt)
             for name in call.wanted:
-                self.accounts[name].doubt(str(doubt))
+                self.accounts[name].doubt(self.reason(str(doubt)))
         return made
+
+    def reason(self, doubt: str) -> str:
+        """With the layer's class, so that somebody finds it."""
+        kind = "" if self.module is None else path_of(type(self.module))
+        return doubt if kind in doubt else f"{kind}: {doubt}"
 
     def keeps(self) -> bool:
         """Whether a compiled graph must clone what it hands over: uses that may have to be merged."""
         return any(self.accounts[name].shared or not self.accounts[name].verified for name in self.wanted())
+
+
+def path_of(kind: type) -> str:
+    """A class as somebody would import it."""
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def first_input(module: nn.Module) -> str:

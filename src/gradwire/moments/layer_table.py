@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from gradwire.moments.layer_call import LayerCall
+from gradwire.moments.layer_call import LayerCall, path_of
 from gradwire.moments.uses import Use
 
 Uses = Iterable[tuple[str, Use]]
@@ -32,10 +32,6 @@ class Layer:
 
 
 LAYERS: dict[str, Layer] = {}
-
-
-def path_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def add(

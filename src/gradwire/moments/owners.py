@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
-from gradwire.moments.layer_table import Layer, layer_of, path_of
+from gradwire.moments.layer_call import path_of
+from gradwire.moments.layer_table import Layer, layer_of
 from gradwire.moments.layers.own_parameters import BORROWERS, OWN
 from gradwire.moments.swapped_forward import is_free
 
 UNKNOWN = "it belongs to a {kind}, which is no layer known here; gradwire.per_sample(param, x) makes a broadcast exact"
+NOT_REPORTED = "no use of it in {kind} was reported; gradwire.per_sample(param, x) makes one that is a broadcast exact"
 FORMULA = "{kind} has no exact formula; estimator='signs', or two micro-batches and more, estimate it best"
 COMPUTED = (
     "{kind} computes its weight from it in a hook before its forward (weight_norm, pruning); as one of "

@@ -18,7 +18,7 @@ from gradwire.moments.batch_axis import BatchAxis, batch_size, token_count
 from gradwire.moments.batch_dim import BatchDim, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.coverage import Row
 from gradwire.moments.hooks import OutputHook, PassHook
-from gradwire.moments.layer_call import Tap
+from gradwire.moments.layer_call import Tap, path_of
 from gradwire.moments.layer_table import Layer
 from gradwire.moments.layers.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.layers.own_parameters import OWN
@@ -111,6 +111,8 @@ class Recorder:
             raw = raw if held else owners.UNKNOWN.format(kind="module unknown")
             account = self.accounts[name] = Account(name, param, self.passes, self.options, never, raw)
             account.shared = len(held) > 1
+            if raw is None:
+                account.hint = owners.NOT_REPORTED.format(kind=path_of(type(held[0].module)))
         for account in self.accounts.values():
             self._watch(account, holders.get(id(account.param), []))
 

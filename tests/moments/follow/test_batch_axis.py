@@ -386,7 +386,8 @@ def test_either_branch_is_followed() -> None:
 
 def test_where_branches_differ_nothing_is_believed() -> None:
     row = row_of(Net(turning, a=linear()).double(), "a", floats(4, 4, 4))
-    assert (row.kind, row.why.partition(",")[0]) == ("step", "it is called with the samples along different axes")
+    why = "torch.nn.modules.linear.Linear: it is called with the samples along different axes"
+    assert (row.kind, row.why.partition(",")[0]) == ("step", why)
 
 
 def test_what_comes_after_a_choice_by_the_data_is_followed() -> None:

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradwire.moments.batch_axis import MIXED, CannotFollow, Found, Key, Where, tensors_in, token_count
 from gradwire.moments.batch_dim import inner_of
 from gradwire.moments.follow.row_order import DECIDED, POSITIONS, UNUSUAL, RowOrder, numbers
-from gradwire.moments.layer_table import path_of
+from gradwire.moments.layer_call import path_of
 from gradwire.moments.layers.broadcast import WATCHED
 from gradwire.moments.passes import ModelPasses, Pass
 from gradwire.moments.swapped_forward import ATTRIBUTE as TAP

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradwire.moments.batch_axis import NOWHERE, Where
-from gradwire.moments.layer_call import LayerCall, Tap
-from gradwire.moments.layer_table import Layer, Uses, layer_of, path_of
+from gradwire.moments.layer_call import LayerCall, Tap, path_of
+from gradwire.moments.layer_table import Layer, Uses, layer_of
 from gradwire.moments.layers.linear import linear, transposed_linear
 from gradwire.moments.layers.normalization import by_feature
 from gradwire.moments.precision import exact_dtype
@@ -66,7 +66,7 @@ class ModuleCall:
         assert found is not None  # otherwise there are no stands
         if found.doubt not in (None, NOWHERE):
             for account in self.tap.accounts.values():
-                account.hint = found.doubt or ""
+                account.hint = self.tap.reason(found.doubt or "")
         return found
 
 
