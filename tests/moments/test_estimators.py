@@ -12,7 +12,7 @@ from gradwire.moments import Recorder
 from gradwire.moments.batch_axis import SEVERAL
 from gradwire.moments.micro_batches import GroupSpread
 
-from ..oracle import Root, by_sample, consume_all, trainable
+from .oracle import Root, by_sample, consume_all, trainable
 
 
 def floats(*shape: int) -> Tensor:
@@ -235,5 +235,6 @@ def test_a_doubt_in_one_micro_batch_makes_the_whole_step_an_estimate() -> None:
     root(torch.empty(4), x).square().sum().backward()
     consume_all(recorder)
     # and it is not believed when it fits again: that may be chance
-    assert {row.why for row in recorder.coverage()} == {f"{SEVERAL}; one micro-batch, and groups needs two"}
+    why = f"torch.nn.modules.linear.Linear: {SEVERAL}; one micro-batch, and groups needs two"
+    assert {row.why for row in recorder.coverage()} == {why}
     recorder.remove()
