@@ -81,4 +81,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo 'Python has no venv module: install it (Debian: python3-venv)'; exit 1; }
 
 clean:
-	rm -rf $(VENV) .venv-bench .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-bench .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis
