@@ -1,7 +1,8 @@
 """Steps 2 to 4 on the CPU, from a gradient to the message that is sent: machine code, shared among threads.
 
 decide.py writes down who passes; here these elements get their classes, those without room are put back, what is left
-of the others is settled, and they go into the message: as words, or by pack.py in the compact format.
+of the others is settled, and they go into the message: as words, or by pack.py in the compact format. Who is not sent
+stays on the lists with the code DROPPED: to move all that come after it took as long as to write the message.
 """
 # mypy: disable-error-code="index"
 # An array that is None is not looked into, which Numba sees and mypy does not.
@@ -157,28 +158,21 @@ def settle(
     tau: np.float32,
     feedback: bool,
 ) -> None:
-    """Who is not sent gets r and v back, decayed, and is struck off the lists; what is left of the others.
+    """Who is not sent gets r and v back, decayed; what is left of the others.
 
-    `counts` becomes `sent`. With tau codes become signs, because the size is always tau.
+    With tau codes become signs, because the size is always tau.
     """
     for segment in range(first, last):
         begin, end = begins[segment], begins[segment] + counts[segment]
         if sent[segment] < counts[segment]:
-            to = begin
             for i in range(begin, end):
                 if codes[i] == DROPPED:
                     residual[begin + places[i]] = old_residual[i]
                     if variance is not None:
                         variance[begin + places[i]] = old_variance[i] * zeta
-                    continue
-                places[to], codes[to], old_residual[to] = places[i], codes[i], old_residual[i]
-                if variance is not None:
-                    old_variance[to] = old_variance[i]
-                to += 1
-            counts[segment], end = sent[segment], to
         if tau > ZERO:
             for i in range(begin, end):
-                codes[i] &= np.uint8(8)
+                codes[i] = codes[i] if codes[i] == DROPPED else codes[i] & np.uint8(8)
         if tau > ZERO or feedback:
             here, exponent = slice(begin, end), exponents[slots[segment]]
             lists = places[here], codes[here], old_residual[here], decide.part(old_variance, here)
@@ -201,6 +195,8 @@ def leave(
     bits, tau_square = one.view(np.int32), tau * tau
     for i in range(places.size):
         code, place, r = codes[i], np.uint64(places[i]), old_residual[i]
+        if code == DROPPED:
+            continue
         if tau > ZERO:
             residual[place] = r + tau if code & 8 else r - tau
             if variance is not None:
@@ -230,8 +226,22 @@ def write_words(
         begin, out = begins[segment], np.uint64(outs[segment])
         origin = begin % chunk  # a segment lies in one chunk
         for i in range(begin, begin + counts[segment]):
-            words[out] = np.int32(np.uint32(codes[i]) << np.uint32(28) | np.uint32(origin + places[i]))
-            out += ONE
+            if codes[i] != DROPPED:
+                words[out] = np.int32(np.uint32(codes[i]) << np.uint32(28) | np.uint32(origin + places[i]))
+                out += ONE
+
+
+@machine_code
+def pick(
+    first: int, last: int, begins: Array, counts: Array, places: Array, codes: Array, to_places: Array, to_codes: Array
+) -> None:
+    """The places and codes of what is sent, those of a segment from its begin on."""
+    for segment in range(first, last):
+        out = np.uint64(begins[segment])
+        for i in range(begins[segment], begins[segment] + counts[segment]):
+            if codes[i] != DROPPED:
+                to_places[out], to_codes[out] = places[i], codes[i]
+                out += ONE
 
 
 @machine_code
@@ -241,6 +251,7 @@ def put_back(
     begins: Array,
     counts: Array,
     places: Array,
+    codes: Array,
     old_residual: Array,
     old_variance: Array | None,
     residual: Array,
@@ -249,20 +260,22 @@ def put_back(
     """Every sent element gets r and v back as they were before the send."""
     for segment in range(first, last):
         for i in range(begins[segment], begins[segment] + counts[segment]):
-            place = begins[segment] + places[i]
-            residual[place] = old_residual[i]
-            if variance is not None:
-                variance[place] = old_variance[i]
+            if codes[i] != DROPPED:
+                place = begins[segment] + places[i]
+                residual[place] = old_residual[i]
+                if variance is not None:
+                    variance[place] = old_variance[i]
 
 
 @machine_code
-def flat_places(begins: Array, counts: Array, places: Array, index: Array) -> None:
-    """Where in the bucket the elements of all segments are, [n]."""
+def flat_places(begins: Array, counts: Array, places: Array, codes: Array, index: Array) -> None:
+    """Where in the bucket the elements are that are sent, [n]."""
     at = 0
     for segment in range(begins.size):
         for i in range(begins[segment], begins[segment] + counts[segment]):
-            index[at] = begins[segment] + places[i]
-            at += 1
+            if codes[i] != DROPPED:
+                index[at] = begins[segment] + places[i]
+                at += 1
 
 
 @dataclass
@@ -277,15 +290,16 @@ class Candidates:
     residual: Array
     codes: Array  # sign << 3 | size class, or DROPPED
     variance: Array | None
-    counts: Array  # by segment; those that are sent, once `settle` has been there
+    counts: Array  # by segment, with those that are dropped
+    spare: tuple[Array, Array]  # room for places and codes once more
 
     @classmethod
     def take(cls, segments: Segments, numel: int, with_variance: bool) -> Candidates:
         """None yet. Their arrays are used again: the first touch of a page takes as long as ten elements' work."""
         arrays = segments.spare.pop() if segments.spare else tuple(_scratch(numel))
-        places, residual, variance, codes = arrays
+        places, residual, variance, codes, *spare = arrays
         counts = np.empty(segments.count, np.int64)
-        found = cls(segments, places, residual, codes, variance if with_variance else None, counts)
+        found = cls(segments, places, residual, codes, variance if with_variance else None, counts, (spare[0], spare[1]))
         weakref.finalize(found, _give_back, segments.spare, arrays, counts)
         return found
 
@@ -299,11 +313,11 @@ class Candidates:
 
 
 def _scratch(numel: int) -> Iterator[Array]:
-    """Places, r, v, codes; each begins at another place of a page, because they are walked together.
+    """Places, r, v, codes, places, codes; each begins at another place of a page, because they are walked together.
 
     One core of an AMD EPYC, 16 M elements, 1 in 10 sent: 20 ms instead of 25.
     """
-    for number, kind in enumerate((np.int32, np.float32, np.float32, np.uint8)):
+    for number, kind in enumerate((np.int32, np.float32, np.float32, np.uint8, np.int32, np.uint8)):
         shift = number * SHIFT
         yield np.empty(shift + numel, kind)[shift:]
 
@@ -319,6 +333,7 @@ class Selected:
     """Who is sent, and what the head says of it."""
 
     found: Candidates
+    sent: Array  # int64, by segment
     finite: bool
     few: bool  # so few that they are not worth threads
     exponents: Array  # int32 [K]
@@ -334,18 +349,18 @@ def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
     counts: Array | int = 0  # blocks count for themselves
     if shape.blocks is None:
         message = np.empty(shape.words, np.int32)
-        message[: shape.body.start] = message[shape.body.start + found.counts.sum() :] = 0
+        message[: shape.body.start] = message[shape.body.start + chosen.sent.sum() :] = 0
         counts = _words(chosen, shape.chunk, message[shape.body])
     else:
         message = np.zeros(shape.words, np.int32)
         body = message[shape.body]
-        lists = pack.Lists(found.segments.begins, found.segments.begins, found.counts, found.places, found.codes)
-        orders = pack.write(lists, shape.blocks, body)
+        begins = found.segments.begins
+        orders = pack.write(pack.Lists(begins, begins, chosen.sent, *_picked(chosen)), shape.blocks, body)
     write_head(message, shape, step, chosen.finite, counts, chosen.passed, chosen.exponents, orders)
 
     def places() -> tuple[Tensor, Tensor]:
-        index = np.empty(found.counts.sum(), np.int64)
-        flat_places(found.segments.begins, found.counts, found.places, index)
+        index = np.empty(chosen.sent.sum(), np.int64)
+        flat_places(found.segments.begins, found.counts, found.places, found.codes, index)
         return torch.from_numpy(index), torch.ones(len(index), dtype=torch.bool)
 
     codes, exponents, passed = map(torch.from_numpy, (chosen.codes, chosen.exponents, chosen.passed))
@@ -362,12 +377,21 @@ def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
     return Selection(torch.from_numpy(words), torch.from_numpy(counts), *numbers, chosen.undo)
 
 
+def _picked(chosen: Selected) -> tuple[Array, Array]:
+    """Places and codes of what is sent, without gaps."""
+    found = chosen.found
+    if (chosen.sent < found.counts).any():
+        found.each(pick, found.places, found.codes, *found.spare, few=chosen.few)
+        return found.spare
+    return found.places, found.codes
+
+
 def _words(chosen: Selected, chunk: int, words: Array) -> Array:
     """Writes them; how many each chunk has, int32 [C]."""
     found, segments = chosen.found, chosen.found.segments
-    outs = found.counts.cumsum() - found.counts
+    outs = chosen.sent.cumsum() - chosen.sent
     found.each(write_words, outs, found.places, found.codes, chunk, words, few=chosen.few)
-    return np.bincount(segments.chunks, found.counts, minlength=segments.n_chunks).astype(np.int32)
+    return np.bincount(segments.chunks, chosen.sent, minlength=segments.n_chunks).astype(np.int32)
 
 
 def _choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Selected:
@@ -383,26 +407,27 @@ def _choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int],
     arrays = (r, v, grad.numpy(), m)
     tops, finite = decide.accumulate_and_decide(segments, arrays, active, layout, rule, lists, found.counts)
     few = int(found.counts.sum()) < FEW
-    exponents, sent = _classify(found, tops, rule, few)
+    exponents, classes = _classify(found, tops, rule, few)
     asked = np.empty((segments.n_slots, WINDOW + 1), np.int32)
-    add_up(segments.slots, sent, asked)
+    add_up(segments.slots, classes, asked)
     codes, passed = asked, asked.sum(1, dtype=np.int32)
     if _cut(found, asked, passed, layout, capacity, step):
-        found.each(tally, found.codes, sent, few=few)
+        found.each(tally, found.codes, classes, few=few)
         codes = np.empty_like(asked)
-        add_up(segments.slots, sent, codes)
+        add_up(segments.slots, classes, codes)
     if rule.tau is not None:  # d is always 0
         codes = np.pad(codes.sum(1, keepdims=True, dtype=np.int32), ((0, 0), (0, WINDOW)))
     before = (found.places, found.codes, found.residual, found.variance)
     numbers = (np.float32(rule.zeta), np.float32(rule.tau or 0), rule.feedback)
-    found.each(settle, segments.slots, sent.sum(1), exponents, *before, r, v, *numbers, few=few)
+    sent = classes.sum(1)
+    found.each(settle, segments.slots, sent, exponents, *before, r, v, *numbers, few=few)
     if active is not None:
         passed = np.where(active.numpy(), passed, np.int32(-1))
 
     def undo() -> None:
-        found.each(put_back, found.places, found.residual, found.variance, r, v, few=few)
+        found.each(put_back, *before, r, v, few=few)
 
-    return Selected(found, finite, few, exponents, passed, codes, undo)
+    return Selected(found, sent, finite, few, exponents, passed, codes, undo)
 
 
 def _classify(found: Candidates, tops: Array, rule: Rule, few: bool) -> tuple[Array, Array]:
