@@ -144,6 +144,12 @@ def links(only: list[str] = typer.Argument(None), out: Path = RESULTS / "links.c
 
 
 @app.command()
+def against(old: str, names: list[str], rounds: int = 3, out: Path | None = None) -> None:
+    """Benchmarks NAMES with the code of today and that of OLD, a commit or a folder, in turn: who is slower?"""
+    importlib.import_module("benchmarks.against").run(old, names, rounds, out)
+
+
+@app.command()
 def docs() -> None:
     """Writes the tables and pictures of the pages in docs/ from the committed results."""
     importlib.import_module("benchmarks.report").write()

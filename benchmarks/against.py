@@ -1,0 +1,106 @@
+"""Today's code against an older one, benchmark by benchmark and in turn: did a change make anything slower?
+
+    python -m benchmarks against 8f011b7 encode_cpu methods_cpu --rounds 3
+
+Every round runs a benchmark once with each side's own files, in a process of its own, the sides in alternating order.
+A row's ratio is the median over the rounds of new / old within a round, so that a busy machine slows both.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = ("benchmark", "what", "old", "new", "unit", "ratio", "least", "most")
+ROWS = """
+import importlib, json, sys
+for row in importlib.import_module("benchmarks." + sys.argv[1]).rows():
+    print("ROW " + json.dumps(row, default=str), flush=True)
+"""
+Key = tuple[str, str, str]  # what, against, unit
+
+
+@contextmanager
+def checkout(old: str) -> Iterator[Path]:
+    """The files of a commit; a folder is taken as it is (where git knows nothing of the files)."""
+    if Path(old).is_dir():
+        yield Path(old).resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "old"
+        subprocess.run(["git", "worktree", "add", "--quiet", "--detach", tree, old], cwd=ROOT, check=True)
+        try:
+            yield tree
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", tree], cwd=ROOT, check=True)
+
+
+def measured(root: Path, name: str) -> dict[Key, float]:
+    """Every row that has a figure, once, with the files of one side."""
+    paths = os.pathsep.join([str(root / "src"), str(root)])
+    done = subprocess.run(
+        [sys.executable, "-c", ROWS, name], cwd=root, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE
+    )
+    if done.returncode:
+        raise SystemExit(f"{name} has failed in {root}: its error is above")
+    lines = done.stdout.decode().splitlines()
+    rows = [json.loads(line.removeprefix("ROW ")) for line in lines if line.startswith("ROW ")]
+    return dict(figure for row in rows if (figure := figure_of(row)))
+
+
+def figure_of(row: dict[str, Any]) -> tuple[Key, float] | None:
+    if "time_ms" in row:
+        return (row["what"], row["against"], "ms"), row["time_ms"]
+    if "value" in row:
+        return (row["what"], row["against"], row.get("unit", "")), row["value"]
+    return None
+
+
+def compared(old: Path, name: str, rounds: int) -> list[dict[str, Any]]:
+    """The rows that both sides have."""
+    pairs: defaultdict[Key, list[tuple[float, float]]] = defaultdict(list)
+    for number in range(rounds):
+        sides = [old, ROOT] if number % 2 == 0 else [ROOT, old]
+        found = {side: measured(side, name) for side in sides}
+        for key in found[old].keys() & found[ROOT].keys():
+            pairs[key].append((found[old][key], found[ROOT][key]))
+        print(f"{name}: round {number + 1} of {rounds}", file=sys.stderr, flush=True)
+    return [summary(name, key, times) for key, times in sorted(pairs.items())]
+
+
+def summary(name: str, key: Key, times: list[tuple[float, float]]) -> dict[str, Any]:
+    ratios = [new / old if old else 1.0 for old, new in times]
+    old, new = (median(column) for column in zip(*times, strict=True))
+    figures = {"old": f"{old:.5g}", "new": f"{new:.5g}", "unit": key[2], "ratio": f"{median(ratios):.3f}"}
+    spread = {"least": f"{min(ratios):.3f}", "most": f"{max(ratios):.3f}"}
+    return {"benchmark": name, "what": f"{key[0]} | {key[1]}", **figures, **spread}
+
+
+def run(old: str, names: list[str], rounds: int, out: Path | None) -> None:
+    rows = []
+    with checkout(old) as tree:
+        for name in names:
+            found = compared(tree, name, rounds)
+            rows += found
+            for row in found:
+                print(f"{row['ratio']} ({row['least']} to {row['most']})  {name}: {row['what']}", flush=True)
+            if out:
+                _write(out, rows)
+
+
+def _write(out: Path, rows: list[dict[str, Any]]) -> None:
+    with out.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
