@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import Lab, iproute, leftovers
+from gradwire.tools.lab import Lab, iproute, namespaces
 from gradwire.tools.lab.rates import Link, parse_link, parse_links, parse_rate, token_bucket
 
 UP_TO_64_KB = 65_536
@@ -100,10 +100,8 @@ def test_what_a_command_says_is_in_the_error():
 
 
 def test_only_names_of_labs_whose_process_is_gone_are_left_over(monkeypatch):
-    monkeypatch.setattr(leftovers, "runs", lambda pid: pid == 77)
-    monkeypatch.setattr("os.getpid", lambda: 99)
-    monkeypatch.setattr(leftovers, "in_use", {"gradwire-99-0"})
-    names = ["gradwire-66-0", "gradwire-66-0-bridge", "gradwire-77-0", "gradwire-99-0", "gradwire-99-1"]
+    monkeypatch.setattr(namespaces, "runs", lambda pid: pid == 77)
+    names = ["gradwire-66-0", "gradwire-66-0-bridge", "gradwire-77-0"]
     names += ["gradwire-66", "gradwire-x-0", "mine", "gradwire-66-0-other"]
-    found = [name for name in names if leftovers.is_left_over(name)]
-    assert found == ["gradwire-66-0", "gradwire-66-0-bridge", "gradwire-99-1"]
+    found = [name for name in names if namespaces.is_left_over(name)]
+    assert found == ["gradwire-66-0", "gradwire-66-0-bridge"]

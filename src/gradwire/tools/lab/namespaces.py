@@ -6,16 +6,16 @@ import contextlib
 import itertools
 import json
 import os
-import subprocess
-import weakref
-from collections.abc import Iterator
+import re
+import signal
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import leftovers
 from gradwire.tools.lab.hosts import Hosts
-from gradwire.tools.lab.iproute import call, find, missing
+from gradwire.tools.lab.iproute import LabError, call, find, missing
 from gradwire.tools.lab.rates import UNLIMITED, Link, Rate, Rates, parse_link, parse_links, token_bucket
 
 INTERFACE, BRIDGE = "eth0", "bridge0"
@@ -27,6 +27,10 @@ SETTINGS = """cd /proc/sys/net
 echo 1 > ipv6/conf/default/disable_ipv6
 for name in cubic reno; do echo $name > ipv4/tcp_congestion_control && break; done
 true"""
+
+FOLDER = Path("/run/netns")  # where `ip netns` keeps the names
+NAME = re.compile(r"gradwire-(\d+)-\d+(-bridge)?")  # the first number: the process whose lab it is
+KILLED_S = 5.0  # a process that takes longer to die waits for a disk: its namespace ends with it
 
 _numbers = itertools.count()
 
@@ -60,24 +64,19 @@ class Lab(Hosts):
                 f"a lab of network namespaces needs {lacking}. Without it, `gradwire lab --loopback` runs the same "
                 "processes on 127.0.0.1, unshaped"
             )
-        leftovers.clean()
+        clean()
         numbers = [next(_numbers) for _ in range(hosts)]
         self.names = [f"gradwire-{os.getpid()}-{number}" for number in numbers]
         self.bridge = f"{self.names[0]}-bridge"
-        everything = [*self.names, self.bridge]
-        leftovers.in_use.update(everything)
-        super().__init__()
-        self._end = weakref.finalize(self, _end, everything, self._processes, os.getpid())
+        super().__init__(hosts)
         try:
             self._build()
         except BaseException:
             self.close()
             raise
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def _build(self) -> None:
+        remove([self.bridge, *self.names])  # of a killed process that had our number
         for name in (self.bridge, *self.names):
             call("ip", "netns", "add", name)
             call("ip", "netns", "exec", name, "sh", "-c", SETTINGS)
@@ -103,6 +102,7 @@ class Lab(Hosts):
         yield {}
 
     def set_rate(self, host: int, rate: Rate) -> None:
+        """Change a host's link at once, under whatever runs; what waits in its queue is sent at the new rate."""
         link = parse_link(rate)
         self._shape(host, self.links[host], link)
         self.links[host] = link
@@ -120,12 +120,13 @@ class Lab(Hosts):
         sent, received = shown["stats64"]["tx"], shown["stats64"]["rx"]
         return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
 
-    def close(self) -> None:
-        """Kill what still runs in the namespaces and delete them; once is enough, twice does no harm."""
-        try:
-            self._end()
-        finally:
-            self._restore.close()
+    def _kill(self) -> None:
+        """What runs in the namespaces, and these too."""
+        for process in self._processes:  # those too that `ip netns exec` has not yet brought into their namespace
+            process.kill()
+        remove([*self.names, self.bridge])
+        for process in self._processes:
+            process.wait()
 
 
 def _port(host: int) -> str:
@@ -141,21 +142,49 @@ def _shape(namespace: str, device: str, before: float | None, mbit: float | None
         call("tc", "-n", namespace, "qdisc", "delete", *where)
 
 
-def _end(names: list[str], processes: list[subprocess.Popen[Any]], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a fork of the lab's process, which has not made it
+def clean() -> list[str]:
+    """Remove the namespaces of labs whose process is gone (SIGKILL leaves them), and return their names."""
+    names = sorted(path.name for path in FOLDER.glob("gradwire-*") if is_left_over(path.name))
+    remove(names)
+    return names
+
+
+def is_left_over(name: str) -> bool:
+    """Whether the process that made a namespace is gone."""
+    match = NAME.fullmatch(name)
+    return match is not None and not runs(int(match[1]))
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process; a zombie's work is over."""
     try:
-        _kill(names, processes)
-    except BaseException:  # Ctrl-C once more: not half done
-        _kill(names, processes)
-        raise
-    finally:
-        leftovers.in_use.difference_update(names)
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
-def _kill(names: list[str], processes: list[subprocess.Popen[Any]]) -> None:
-    for process in processes:  # those too that `ip netns exec` has not yet brought into their namespace
-        process.kill()
-    leftovers.remove(names)
-    for process in processes:
-        process.wait()
+def remove(names: Iterable[str]) -> None:
+    """Kill what runs in these namespaces and delete them. Those that are gone already are none of our business."""
+    present = [name for name in names if (FOLDER / name).exists()]
+    deadline = time.monotonic() + KILLED_S
+    while kill(present) and time.monotonic() < deadline:  # again: what has been killed may have started another
+        time.sleep(0.01)
+    for name in present:
+        try:
+            call("ip", "netns", "delete", name)
+        except LabError:
+            if (FOLDER / name).exists():  # otherwise another process has cleaned up at the same time
+                raise
+
+
+def kill(names: Iterable[str]) -> int:
+    """Kill every process in these namespaces, and return how many there were."""
+    pids = []
+    for name in names:
+        with contextlib.suppress(LabError):
+            pids += call("ip", "netns", "pids", name).split()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return len(pids)

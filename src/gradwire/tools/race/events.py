@@ -14,7 +14,6 @@ from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, missing
 from gradwire.tools.lab.commands import run
 from gradwire.tools.lab.hosts import Hosts
-from gradwire.tools.lab.loopback import Loopback
 from gradwire.tools.lab.rates import Rates
 
 Event = dict[str, Any]
@@ -31,7 +30,7 @@ def check_lab(loopback: bool) -> None:
 
 def open_hosts(hosts: int, rate: Rates, loopback: bool) -> Hosts:
     """Hosts behind links of a rate, or processes on 127.0.0.1."""
-    return Loopback(hosts) if loopback else Lab(hosts, rate)
+    return Hosts(hosts) if loopback else Lab(hosts, rate)
 
 
 def watch(hosts: Hosts, module: str, settings: dict[str, Any], tell: Callable[[Event], None]) -> None:
