@@ -12,8 +12,7 @@ from typer import Argument, Option
 from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.cli.options import Data
 from gradwire.tools.experiment.experiment_file import open_task, read
-from gradwire.tools.experiment.grid_progress import GridProgress
-from gradwire.tools.experiment.run_grid import Runner
+from gradwire.tools.experiment.run_grid import GridProgress, Runner
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.settings import DEVICES
 
