@@ -23,7 +23,7 @@ from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.cli.options import AnyOptimizer, Data
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
-from gradwire.tools.plan.measured import measured
+from gradwire.tools.plan.rehearsal import measured
 from gradwire.tools.plan.report import PlanReport
 from gradwire.tools.train import worker_process
 from gradwire.tools.train.launch import launch
@@ -50,7 +50,10 @@ class PlanOutputs:
             if path is not None and not path.absolute().parent.is_dir():
                 raise InputError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
-    def write(self, report: PlanReport) -> None:
+    def show(self, report: PlanReport) -> None:
+        """Table, verdict, files."""
+        report.show(Console())
+        typer.echo(report.verdict.words)
         if self.chart is not None:
             chart.draw(report, self.chart)
         if self.json is not None:
@@ -92,8 +95,11 @@ def plan(
         outputs.check()
         check_common(device, margin)
         if task is None or params is not None:
-            calculation.check_alone(task)
-            show(calculation.report(workers, chosen, device, margin), outputs)
+            if (task is None) == (params is None):
+                raise InputError(
+                    "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
+                )
+            outputs.show(calculation.report(workers, chosen, device, margin))
         else:
             calculation.refuse()
             settings = Settings(task=task, workers=world, batch=batch, optimizer=optimizer, data=data, device=device)
@@ -118,12 +124,6 @@ class Calculation:
     mbit: float | None
     latency_ms: float
     density: float | None
-
-    def check_alone(self, task: str | None) -> None:
-        if (task is None) == (self.params is None):
-            raise InputError(
-                "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
-            )
 
     def refuse(self) -> None:
         """With --task all of these are measured."""
@@ -158,9 +158,7 @@ def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, 
     """Be a worker, or start them. Everything is checked in both."""
     checked = check(settings)
     if inside_torchrun():
-        worker_process.run_reporting_errors(
-            lambda: measured(checked, methods, margin, lambda report: show(report, outputs))
-        )
+        worker_process.run_reporting_errors(lambda: measured(checked, methods, margin, outputs.show))
         return
     choose_device(settings.device, 0, settings.workers)
     launch(settings.workers, sys.argv[1:])
@@ -199,10 +197,3 @@ def network_of(workers: int, mbit: float, latency_ms: float) -> Network:
         return Network(workers, mbit, latency_ms)
     except ValueError as error:
         raise InputError(f"{error}. Give --mbit 1000 for 1 Gbit/s, --latency-ms 0.1") from error
-
-
-def show(report: PlanReport, outputs: PlanOutputs) -> None:
-    """Table, verdict, files."""
-    report.show(Console())
-    typer.echo(report.verdict.words)
-    outputs.write(report)

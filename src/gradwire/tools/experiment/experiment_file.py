@@ -141,7 +141,7 @@ class Experiment:
         for name, table in {"learning_rate": self.learning_rate, "schedule": self.schedule}.items():
             if unknown := table.keys() - set(self.every_optimizer):
                 raise InputError(f"{name} names {', '.join(sorted(unknown))}, which is not among the optimizers")
-        numbers = {"epochs": self.epochs, "workers": self.workers, "batch": self.batch or kind.defaults.batch}
+        numbers = {"epochs": self.epochs, "workers": self.workers, "batch": self.batch or kind.batch}
         for name, number in numbers.items():
             if number < 1:
                 raise InputError(f"{name} must be 1 or more, not {number}")
@@ -171,7 +171,7 @@ class Experiment:
         """The highest learning rate of a run."""
         base = self.learning_rate.get(run.optimizer)
         if base is None:
-            base = tasks.find(self.task).defaults.schedules[run.optimizer].at(0, self.workers)
+            base = tasks.find(self.task).schedule(run.optimizer).at(0, self.workers)
         return base * run.rate
 
     def rate_at(self, run: Run, done: float) -> float:
@@ -248,7 +248,7 @@ def open_task(experiment: Experiment, data: Path | None) -> Task:
         known = ", ".join(sorted(sizes)) or "nothing"
         raise InputError(f"model: task {experiment.task} knows no {', '.join(sorted(unknown))}; it knows {known}")
     opened: Task = dataclasses.replace(task, **experiment.model)
-    needed = experiment.workers * (experiment.batch or tasks.find(experiment.task).defaults.batch)
+    needed = experiment.workers * (experiment.batch or tasks.find(experiment.task).batch)
     if opened.samples < needed:
         raise InputError(f"a step takes {needed} samples, the data has {opened.samples}")
     return opened

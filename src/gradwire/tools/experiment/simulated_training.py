@@ -14,7 +14,7 @@ import gradwire
 from gradwire.exchange.counting import Stats
 from gradwire.tools.experiment.experiment_file import Experiment, Run
 from gradwire.tools.train import optimizers, sharding, tasks
-from gradwire.tools.train.task import Share, Task
+from gradwire.tools.train.task import Task
 
 Row = dict[str, float]
 
@@ -27,13 +27,13 @@ class SimulatedTraining:
 
     def __init__(self, experiment: Experiment, run: Run, task: Task, device: torch.device) -> None:
         self.experiment, self.run, self.task, self.device = experiment, run, task, device
-        defaults = tasks.find(experiment.task).defaults
-        self.batch = experiment.batch or defaults.batch
+        kind = tasks.find(experiment.task)
+        self.batch = experiment.batch or kind.batch
         torch.manual_seed(run.seed)
         self.model = task.make_model().to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
+        decay = kind.weight_decay if experiment.weight_decay is None else experiment.weight_decay
         method, fused = run.compressor(0.0), device.type == "cuda"
         options = (0.0, decay, fused, method.own_momentum)
         self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
@@ -107,7 +107,7 @@ class SimulatedTraining:
         """With the batch-norm statistics of worker 0, as rank 0 would."""
         self.model.eval()
         with torch.no_grad(), self.lowered():
-            totals = self.task.evaluate(self.model, Share())
+            totals = self.task.evaluate(self.model)
         self.model.train()
         return self.task.score(totals)
 
@@ -127,8 +127,10 @@ class SimulatedTraining:
 
 
 def crop_and_flip(images: Tensor) -> Tensor:
-    """The usual augmentation, on whatever device: images [N, C, H, W] moved by up to 4 pixels, zeros coming in, and every
-    other one mirrored."""
+    """The usual augmentation of images [N, C, H, W], on their device.
+
+    Each is moved by up to 4 pixels, zeros coming in, and every other one mirrored.
+    """
     count, channels, height, width = images.shape
     device = images.device
     moved = torch.randint(0, 2 * PAD + 1, (2, count, 1), device=device)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.simulation.random_state import seed_worker
 from gradwire.tools.race import race_methods
 from gradwire.tools.race.contest import SCORE, RaceRun
-from gradwire.tools.race.events import Event, Teller, arguments
+from gradwire.tools.race.events import Event, Teller, arguments, teller
 from gradwire.tools.race.race_methods import Method
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.settings import TrainingPlan
@@ -89,11 +89,7 @@ class Contestant:
 def interface_bytes() -> int:
     """What this host's interface has sent since it is there."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
-        interface, _, numbers = line.partition(":")
-        if interface.strip() == name:
-            return int(numbers.split()[8])
-    return 0
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text(encoding="utf-8"))
 
 
 def main() -> None:
@@ -103,7 +99,7 @@ def main() -> None:
     plan, method = run.plan(), race_methods.parse(run.method)
     with joined("cpu") as group:
         Contestant(run, plan, method, group).train(WARM)
-        Contestant(run, plan, method, group).race(Teller(path, group.rank))
+        Contestant(run, plan, method, group).race(teller(path, group.rank))
 
 
 if __name__ == "__main__":

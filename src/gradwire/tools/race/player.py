@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.exchange.courier import begin_gather
-from gradwire.tools.race.events import Teller, arguments
+from gradwire.tools.race.events import arguments, teller
 from gradwire.tools.race.replay import Case, Setting
 from gradwire.tools.train.worker_group import joined
 from gradwire.tools.train.worker_process import run_reporting_errors
@@ -62,7 +62,7 @@ def main() -> None:
     settings, path = arguments(sys.argv)
     setting = Setting(**settings["setting"])
     with joined("cpu") as group:
-        tell = Teller(path, group.rank)
+        tell = teller(path, group.rank)
         for number, case in enumerate(settings["cases"]):
             tell({"case": number, "ms_a_step": Player(Case(**case), setting).measure(setting.steps)})
 

@@ -83,8 +83,7 @@ def check(settings: Settings) -> TrainingPlan:
     optimizers.find(settings.optimizer)
     compressor = make_compressor(settings.compressor)
     check_numbers(settings)
-    defaults = kind.defaults
-    schedule = defaults.schedules[settings.optimizer]
+    schedule = kind.schedule(settings.optimizer)
     if settings.learning_rate is not None:
         schedule = Schedule(settings.learning_rate, halve_every=schedule.halve_every)
     plan = TrainingPlan(
@@ -92,9 +91,9 @@ def check(settings: Settings) -> TrainingPlan:
         task=kind.open(settings.data),
         compressor=compressor,
         schedule=schedule,
-        epochs=defaults.epochs if settings.epochs is None else settings.epochs,
-        batch=defaults.batch if settings.batch is None else settings.batch,
-        weight_decay=defaults.weight_decay if settings.weight_decay is None else settings.weight_decay,
+        epochs=kind.epochs if settings.epochs is None else settings.epochs,
+        batch=kind.batch if settings.batch is None else settings.batch,
+        weight_decay=kind.weight_decay if settings.weight_decay is None else settings.weight_decay,
         out=settings.out or default_out(settings),
     )
     check_enough_samples(plan)

@@ -16,7 +16,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.train.task import Share, Task
+from gradwire.tools.train.task import Task
 
 LAUNCHER = "GRADWIRE_LAUNCHER"  # the pid of the process that has started a worker
 STORE = "GRADWIRE_STORE"  # a folder that nobody else may open: the workers of one machine meet in it
@@ -70,7 +70,7 @@ class WorkerGroup:
             dist.broadcast(buffer, 0)
         model.eval()
         with torch.no_grad():
-            totals = task.evaluate(model, Share(self.rank, self.world))
+            totals = task.evaluate(model, slice(self.rank, None, self.world))
         model.train()
         return task.score(self.sum(totals))
 

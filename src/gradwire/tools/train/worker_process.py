@@ -48,18 +48,12 @@ def train(plan: TrainingPlan) -> None:
 
 def keep(trainer: Trainer) -> None:
     """All ranks: save, and write the results so far."""
-    run_checkpoint.save(trainer, trainer.plan.out)
-    if trainer.group.leads:
-        write_results(trainer)
-
-
-def write_results(trainer: Trainer) -> None:
-    """metrics.csv and summary.json."""
-    plan, state, group = trainer.plan, trainer.state, trainer.group
-    metrics.write_csv(plan.out / run_directory.METRICS, state.rows, plan.task.scores)
-    total = state.total + state.traffic
-    summary = metrics.summarise(plan, trainer.parameters, str(group.device), state.rows, total)
-    metrics.write_summary(plan.out / run_directory.SUMMARY, summary)
+    plan, group, state = trainer.plan, trainer.group, trainer.state
+    run_checkpoint.save(trainer, plan.out)
+    if group.leads:
+        metrics.write_csv(plan.out / run_directory.METRICS, state.rows, plan.task.scores)
+        summary = metrics.summarise(plan, trainer.parameters, str(group.device), state)
+        metrics.write_summary(plan.out / run_directory.SUMMARY, summary)
 
 
 def die_with_launcher() -> None:
