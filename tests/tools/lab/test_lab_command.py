@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import iproute, namespaces
+from gradwire.tools.lab import namespaces
 from gradwire.tools.lab.commands import Change, find_program
 from gradwire.tools.lab.rates import Link
 
@@ -128,7 +128,7 @@ def test_bad_input_is_one_line_and_starts_nothing(arguments, message):
 
 def test_without_root_the_loopback_is_offered(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(iproute, "find", lambda name: None)
+    monkeypatch.setattr(namespaces, "find", lambda name: None)
     code, said = invoke("--rate", 10, "--", "true")
     assert code == 2
     assert "needs the command ip (package iproute2), the command tc (package iproute2), root: try sudo" in said

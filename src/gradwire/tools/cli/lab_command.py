@@ -14,7 +14,7 @@ from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.cli.options import Loopback
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, clean, missing
-from gradwire.tools.lab.commands import Change, CommandError, find_program, run
+from gradwire.tools.lab.commands import Change, CommandError, at_their_times, find_program, run
 from gradwire.tools.lab.hosts import Hosts
 from gradwire.tools.lab.rates import UNLIMITED, Link, parse_links
 from gradwire.tools.train.launch import tidy_terminal
@@ -76,7 +76,7 @@ def in_namespaces(links: list[Link], command: list[str], changes: list[Change]) 
         begin = time.monotonic()
         try:
             with tidy_terminal():
-                run(network, command, changes)
+                run(network, command, at_their_times(network, changes))
         except CommandError:
             Console().print(table(network, time.monotonic() - begin))
             raise

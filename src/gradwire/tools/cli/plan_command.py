@@ -27,7 +27,7 @@ from gradwire.tools.plan.rehearsal import measured
 from gradwire.tools.plan.report import PlanReport
 from gradwire.tools.train import worker_process
 from gradwire.tools.train.launch import launch
-from gradwire.tools.train.settings import DEFAULT_WORKERS, DEVICES, Settings, check
+from gradwire.tools.train.settings import DEFAULT_WORKERS, Settings, check, check_device
 from gradwire.tools.train.worker_group import choose_device, inside_torchrun
 
 METHODS = "dense bf16 powersgd:rank=4 topk:density=0.01 vgc:alpha=1.5"
@@ -93,12 +93,8 @@ def plan(
         chosen = parse_methods(methods)
         outputs = PlanOutputs(chart_file, json_file, csv_file)
         outputs.check()
-        check_common(device, margin)
+        check_given(task, params, device, margin)
         if task is None or params is not None:
-            if (task is None) == (params is None):
-                raise InputError(
-                    "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
-                )
             outputs.show(calculation.report(workers, chosen, device, margin))
         else:
             calculation.refuse()
@@ -106,11 +102,12 @@ def plan(
             begin(settings, chosen, margin, outputs)
 
 
-def check_common(device: str, margin: float) -> None:
-    if device not in DEVICES:
-        raise InputError(f"unknown device {device!r}. Known devices: {', '.join(DEVICES)}")
+def check_given(task: str | None, params: float | None, device: str, margin: float) -> None:
+    check_device(device)
     if not 0 <= margin < 1:
         raise InputError(f"--margin must be from 0 to 1, not {margin}")
+    if (task is None) == (params is None):
+        raise InputError("give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate")
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class SimulatedTraining:
         self.simulation.compressor = self.run.compressor(self.epochs_done / self.experiment.epochs)
         self.simulation.reset_stats()
         for number, indices in enumerate(taken):
-            rate = self._rate(number)
+            done = (self.epochs_done + number / self.steps) / self.experiment.epochs
+            rate = self.experiment.rate_at(self.run, done)
             optimizers.set_learning_rate(self.optimizer, rate)
             total += self._step(indices).double()
         loss = float(total) / self.steps
@@ -67,10 +68,6 @@ class SimulatedTraining:
         self.epochs_done += 1
         stats = self.simulation.stats()
         return self._row(loss, seconds, rate, stats), stats.elements_sent
-
-    def _rate(self, number: int) -> float:
-        done = (self.epochs_done + number / self.steps) / self.experiment.epochs
-        return self.experiment.rate_at(self.run, done)
 
     def _step(self, indices: Tensor) -> Tensor:
         """One step of all workers; their mean loss."""

@@ -46,9 +46,7 @@ class Change:
     links: list[Link]
 
 
-def run(
-    hosts: Hosts, command: Sequence[str], changes: Sequence[Change] = (), look: Callable[[], None] = lambda: None
-) -> None:
+def run(hosts: Hosts, command: Sequence[str], look: Callable[[], None] = lambda: None) -> None:
     """Run a command once a host, to the end of all. The first that fails ends the others and is a CommandError.
 
     look: called again and again meanwhile, and once when all have ended.
@@ -65,7 +63,7 @@ def run(
                 running.append(hosts.start(host, program, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
                 if log is not None:
                     log.close()
-            watch(hosts, running, changes, folder, look)
+            watch(running, folder, look)
         finally:
             stop(running)
 
@@ -109,27 +107,29 @@ def find_program(command: Sequence[str]) -> str:
     return str(Path(found).absolute())
 
 
-def watch(
-    hosts: Hosts,
-    running: list[subprocess.Popen[Any]],
-    changes: Sequence[Change],
-    folder: Path,
-    look: Callable[[], None],
-) -> None:
-    """Until all have ended well, changing rates when it is time."""
-    begin = time.monotonic()
-    left = sorted(changes, key=lambda change: change.after_s)
+def watch(running: list[subprocess.Popen[Any]], folder: Path, look: Callable[[], None]) -> None:
+    """Until all have ended well."""
     while True:
         codes = [process.poll() for process in running]
         look()
         if failed := [host for host, code in enumerate(codes) if code]:
             raise failure(failed, running, folder)
-        if not any(code is None for code in codes):
+        if None not in codes:
             return
+        time.sleep(LOOK_S)
+
+
+def at_their_times(hosts: Hosts, changes: Sequence[Change]) -> Callable[[], None]:
+    """For `run` to look: makes each change when it is due, counted from now."""
+    begin = time.monotonic()
+    left = sorted(changes, key=lambda change: change.after_s)
+
+    def look() -> None:
         if left and time.monotonic() - begin >= left[0].after_s:
             for host, link in enumerate(left.pop(0).links):
                 hosts.set_rate(host, link)
-        time.sleep(LOOK_S)
+
+    return look
 
 
 def failure(failed: list[int], running: list[subprocess.Popen[Any]], folder: Path) -> CommandError:

@@ -1,4 +1,7 @@
-"""Hosts of their own on one machine: a network namespace each, joined by a bridge, with one shaped link a host."""
+"""Hosts of their own on one machine: a network namespace each, joined by a bridge, with one shaped link a host.
+
+iproute2 builds them; all of its commands go through `call`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import itertools
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,10 +22,9 @@ from pathlib import Path
 
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab.hosts import Hosts
-from gradwire.tools.lab.iproute import LabError, call, find, missing
 from gradwire.tools.lab.rates import UNLIMITED, Link, Rate, Rates, parse_link, parse_links, token_bucket
 
-INTERFACE, BRIDGE = "eth0", "bridge0"
+INTERFACE, BRIDGE, PORT = "eth0", "bridge0", "host"  # PORT and its number: the bridge's end of a host's link
 NETWORK = "10.213.0"  # nothing outside the namespaces sees it, so that several labs may have the same addresses
 # The settings of a namespace, each only where the machine has it and allows it.
 # IPv6: nothing is to be sent that no program has sent. Congestion control: BBR, where it is the machine's default, gave
@@ -32,7 +38,14 @@ FOLDER = Path("/run/netns")  # where `ip netns` keeps the names
 NAME = re.compile(r"gradwire-(\d+)-\d+(-bridge)?")  # the first number: the process whose lab it is
 KILLED_S = 5.0  # a process that takes longer to die waits for a disk: its namespace ends with it
 
+SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # not everybody's PATH has them
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # bits; in a container root may lack them
+
 _numbers = itertools.count()
+
+
+class LabError(Exception):
+    """A command of iproute2 has failed; the message has its words."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Lab(Hosts):
         call(*within, "add", "name", BRIDGE, "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
         call(*within, "set", "dev", BRIDGE, "up")
         for host, name in enumerate(self.names):
-            port = _port(host)
+            port = f"{PORT}{host}"
             call(*within, "add", "name", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             call(*within, "set", "dev", port, "master", BRIDGE)
             call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
@@ -109,7 +122,7 @@ class Lab(Hosts):
 
     def _shape(self, host: int, before: Link, link: Link) -> None:
         _shape(self.names[host], INTERFACE, before.up, link.up)
-        _shape(self.bridge, _port(host), before.down, link.down)
+        _shape(self.bridge, f"{PORT}{host}", before.down, link.down)
 
     def _prefix(self, host: int) -> list[str]:
         return [find("ip") or "ip", "netns", "exec", self.names[host]]
@@ -127,11 +140,6 @@ class Lab(Hosts):
         remove([*self.names, self.bridge])
         for process in self._processes:
             process.wait()
-
-
-def _port(host: int) -> str:
-    """The bridge's end of a host's link."""
-    return f"host{host}"
 
 
 def _shape(namespace: str, device: str, before: float | None, mbit: float | None) -> None:
@@ -188,3 +196,39 @@ def kill(names: Iterable[str]) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
     return len(pids)
+
+
+def missing() -> str:
+    """What this machine lacks for network namespaces of our own, in words; empty where nothing is missing."""
+    if sys.platform != "linux":
+        return "Linux: network namespaces are its own"
+    lacking = [f"the command {name} (package iproute2)" for name in ("ip", "tc") if find(name) is None]
+    if os.geteuid() != 0:
+        lacking.append("root: try sudo")
+    else:
+        lacking += [f"{name}, which this container's root has not" for name in CAPABILITIES if not holds(name)]
+    return ", ".join(lacking)
+
+
+def find(name: str) -> str | None:
+    """Where a program is."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), SYSTEM_PATH]))
+
+
+def holds(capability: str) -> bool:
+    """Whether this process has a capability."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAPABILITIES[capability] & 1)
+    return False
+
+
+def call(*words: str) -> str:
+    """Run ip or tc and return what it prints."""
+    # in a session of its own: Ctrl-C on a terminal must not end the command that cleans up
+    command = [find(words[0]) or words[0], *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise LabError(f"`{shlex.join(words)}` failed: {said}")
+    return done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.simulation.random_state import seed_worker
 from gradwire.tools.race import race_methods
 from gradwire.tools.race.contest import SCORE, RaceRun
-from gradwire.tools.race.events import Event, Teller, arguments, teller
+from gradwire.tools.race.events import Event, Teller, teller
 from gradwire.tools.race.race_methods import Method
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.settings import TrainingPlan
@@ -94,7 +95,7 @@ def interface_bytes() -> int:
 
 def main() -> None:
     """`python -m gradwire.tools.race.contestant SETTINGS FILE`, once a host."""
-    settings, path = arguments(sys.argv)
+    settings, path = json.loads(sys.argv[1]), sys.argv[2]
     run = RaceRun(**settings)
     plan, method = run.plan(), race_methods.parse(run.method)
     with joined("cpu") as group:

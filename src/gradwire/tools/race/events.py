@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +55,3 @@ def teller(path: str, rank: int) -> Teller:
         return lambda event: None
     file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 until the process ends
     return lambda event: print(json.dumps(event), file=file)
-
-
-def arguments(argv: Sequence[str]) -> tuple[dict[str, Any], str]:
-    """SETTINGS and FILE of a host's command line."""
-    settings: dict[str, Any] = json.loads(argv[1])
-    return settings, argv[2]

@@ -104,11 +104,8 @@ def measure(compressor: Any, trace: GradientTrace) -> Entry:
     method = type(compressor)
     values = ((option.name, getattr(compressor, option.name)) for option in fields(compressor))
     options = ", ".join(f"{name}={value}".lower() for name, value in values)
-    return Entry(to_spec(compressor), _first_line(method.__doc__), options, paper_of(method), bits)
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
+    about = (method.__doc__ or "").strip().partition("\n")[0]
+    return Entry(to_spec(compressor), about, options, paper_of(method), bits)
 
 
 def paper_of(method: type[Any]) -> str:

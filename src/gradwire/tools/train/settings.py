@@ -130,10 +130,14 @@ def check_numbers(settings: Settings) -> None:
         raise InputError(f"--learning-rate must be a positive number, not {settings.learning_rate}")
     if not 0 < settings.timeout <= LONGEST_S:
         raise InputError(f"--timeout must be more than 0 seconds and at most {LONGEST_S:g}, not {settings.timeout}")
-    if settings.device not in DEVICES:
-        raise InputError(f"unknown device {settings.device!r}. Known devices: {', '.join(DEVICES)}")
+    check_device(settings.device)
     if settings.resume and settings.overwrite:
         raise InputError("--resume goes on with a run and --overwrite starts it anew: give one of them")
+
+
+def check_device(name: str) -> None:
+    if name not in DEVICES:
+        raise InputError(f"unknown device {name!r}. Known devices: {', '.join(DEVICES)}")
 
 
 def check_enough_samples(plan: TrainingPlan) -> None:

@@ -49,10 +49,6 @@ class WorkerGroup:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
-    def largest(self, number: int) -> int:
-        """The largest of the workers' numbers."""
-        return int(self.gather(torch.tensor(number)).max())
-
     def tell(self, *numbers: int) -> list[int]:
         """Rank 0's numbers, on every rank."""
         message = torch.tensor(numbers, device=self.device)

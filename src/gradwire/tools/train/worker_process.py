@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
+import torch
+
 from gradwire.tools.input_errors import USERS
 from gradwire.tools.train import metrics, run_checkpoint, run_directory
 from gradwire.tools.train.loop import Trainer
@@ -27,7 +29,8 @@ def train(plan: TrainingPlan) -> None:
     """One worker's whole run, from the checkpoint if there is one to the last epoch."""
     with ExitStack() as stack:
         group = stack.enter_context(joined(plan.settings.device, plan.settings.timeout))
-        restarted = group.largest(restarts()) > 0  # the agent of the machine that failed counts it, others may not
+        # the agent of the machine that failed counts it, others may not
+        restarted = bool(group.gather(torch.tensor(restarts())).any())
         found: run_directory.Checkpoint | None = None
         if group.leads:
             identity = plan.identity()
