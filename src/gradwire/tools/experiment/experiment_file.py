@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from gradwire.methods import Compressor, from_spec
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.train import optimizers, tasks
 from gradwire.tools.train.settings import make_compressor
 from gradwire.tools.train.task import Task
@@ -141,10 +141,7 @@ class Experiment:
         for name, table in {"learning_rate": self.learning_rate, "schedule": self.schedule}.items():
             if unknown := table.keys() - set(self.every_optimizer):
                 raise InputError(f"{name} names {', '.join(sorted(unknown))}, which is not among the optimizers")
-        numbers = {"epochs": self.epochs, "workers": self.workers, "batch": self.batch or kind.batch}
-        for name, number in numbers.items():
-            if number < 1:
-                raise InputError(f"{name} must be 1 or more, not {number}")
+        at_least({"epochs": (self.epochs, 1), "workers": (self.workers, 1), "batch": (self.batch or kind.batch, 1)})
         if not 0 <= self.clip < math.inf:
             raise InputError(f"clip must be 0 or more, not {self.clip}")
         if not self.optimizers:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.lab.rates import MOST_HOSTS, parse_link
 from gradwire.tools.race import race_methods
 from gradwire.tools.train.settings import Settings, TrainingPlan, check
@@ -84,8 +84,6 @@ def check_numbers(run: RaceRun) -> None:
         raise InputError(f"--hosts {run.hosts}: from 2 to {MOST_HOSTS} can race")
     if not 0 < run.target <= 1:
         raise InputError(f"--target {run.target}: an accuracy between 0 and 1, such as 0.97")
-    for option, value in {"--every": run.every, "--limit-steps": run.limit_steps}.items():
-        if value < 1:
-            raise InputError(f"{option} must be 1 or more, not {value}")
+    at_least({"--every": (run.every, 1), "--limit-steps": (run.limit_steps, 1)})
     if not 0 < run.limit_s < float("inf"):
         raise InputError(f"--limit-s must be a positive number of seconds, not {run.limit_s}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.race import events
 from gradwire.tools.race.trace import ByteTrace, Sample
 
@@ -49,10 +49,7 @@ class Setting:
     bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
-        least = {"--hosts": (self.hosts, 2), "--workers": (self.workers, 2), "--steps": (self.steps, 1)}
-        for option, (value, bound) in least.items():
-            if value < bound:
-                raise InputError(f"{option} must be {bound} or more, not {value}")
+        at_least({"--hosts": (self.hosts, 2), "--workers": (self.workers, 2), "--steps": (self.steps, 1)})
         if self.hosts > self.workers:
             raise InputError(f"--hosts {self.hosts} for {self.workers} workers: no more hosts than workers")
         if not 0 <= self.compute_ms < float("inf"):

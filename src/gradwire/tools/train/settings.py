@@ -11,7 +11,7 @@ from gradwire.errors import AttachError
 from gradwire.exchange import budget
 from gradwire.exchange.room import Capacity, most_buckets
 from gradwire.methods import Compressor, from_spec, to_spec
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.train import optimizers, tasks
 from gradwire.tools.train.task import Schedule, Task
 from gradwire.tools.train.worker_group import TIMEOUT_S
@@ -111,19 +111,18 @@ def make_compressor(spec: str) -> Compressor:
 
 def check_numbers(settings: Settings) -> None:
     """Every number in its range."""
-    at_least: dict[str, tuple[float | None, float]] = {
-        "--workers": (settings.workers, 1),
-        "--epochs": (settings.epochs, 1),
-        "--batch": (settings.batch, 1),
-        "--seed": (settings.seed, 0),
-        "--save-every": (settings.save_every, 0),
-        "--steps-per-epoch": (settings.steps_per_epoch, 0),
-        "--weight-decay": (settings.weight_decay, 0),
-        "--max-restarts": (settings.max_restarts, 0),
-    }
-    for option, (value, least) in at_least.items():
-        if value is not None and not value >= least:
-            raise InputError(f"{option} must be {least} or more, not {value}")
+    at_least(
+        {
+            "--workers": (settings.workers, 1),
+            "--epochs": (settings.epochs, 1),
+            "--batch": (settings.batch, 1),
+            "--seed": (settings.seed, 0),
+            "--save-every": (settings.save_every, 0),
+            "--steps-per-epoch": (settings.steps_per_epoch, 0),
+            "--weight-decay": (settings.weight_decay, 0),
+            "--max-restarts": (settings.max_restarts, 0),
+        }
+    )
     if settings.seed >= 1 << 63:
         raise InputError(f"--seed must be less than 2^63, not {settings.seed}")
     if settings.learning_rate is not None and not 0 < settings.learning_rate < float("inf"):
