@@ -4,7 +4,9 @@ import csv
 import json
 from pathlib import Path
 
-from gradwire.tools.train.metrics import RunState, Traffic, columns, write_csv, write_summary
+from gradwire.state.durable_files import write_atomic
+from gradwire.tools.result_files import json_text
+from gradwire.tools.train.metrics import RunState, Traffic, columns, write_csv
 
 
 def test_traffic_adds() -> None:
@@ -34,6 +36,6 @@ def test_files(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2
     assert {key: float(value) for key, value in rows[1].items()} == row
-    write_summary(tmp_path / "summary.json", {"a": float("inf"), "b": {"c": 1.5}})
+    write_atomic(tmp_path / "summary.json", json_text({"a": float("inf"), "b": {"c": 1.5}}))
     assert json.loads((tmp_path / "summary.json").read_text()) == {"a": None, "b": {"c": 1.5}}
     assert len(list(tmp_path.iterdir())) == 2, "nothing temporary is left"

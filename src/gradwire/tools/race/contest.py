@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class RaceRun:
     every: int = 5  # steps between two tests
     limit_s: float = 600.0
     limit_steps: int = 3000
-    data: str = field(default="")
+    data: str = ""
 
     def key(self) -> dict[str, str]:
         """What a row of results is about, as text: two runs with the same answer are the same run."""

@@ -15,7 +15,7 @@ import torch
 
 import gradwire
 from gradwire.state.durable_files import write_atomic
-from gradwire.tools.result_files import csv_text, json_text
+from gradwire.tools.result_files import csv_text
 
 if TYPE_CHECKING:
     from gradwire.exchange.counting import Stats
@@ -140,8 +140,3 @@ def summarise(plan: TrainingPlan, parameters: int, device: str, state: RunState)
         "total": {**asdict(total), **total.per_step(parameters)},
         "seconds": sum(row["seconds"] for row in rows),
     }
-
-
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """summary.json."""
-    write_atomic(path, json_text(summary))

@@ -14,7 +14,9 @@ from functools import partial
 
 import torch
 
+from gradwire.state.durable_files import write_atomic
 from gradwire.tools.input_errors import USERS
+from gradwire.tools.result_files import json_text
 from gradwire.tools.train import metrics, run_checkpoint, run_directory
 from gradwire.tools.train.loop import Trainer
 from gradwire.tools.train.reporter import Reporter
@@ -56,7 +58,7 @@ def keep(trainer: Trainer) -> None:
     if group.leads:
         metrics.write_csv(plan.out / run_directory.METRICS, state.rows, plan.task.scores)
         summary = metrics.summarise(plan, trainer.parameters, str(group.device), state)
-        metrics.write_summary(plan.out / run_directory.SUMMARY, summary)
+        write_atomic(plan.out / run_directory.SUMMARY, json_text(summary))
 
 
 def die_with_launcher() -> None:
