@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 
 from benchmarks.auto_links import Hosts, Row
-from gradwire.tools.lab.loopback import Loopback
+from gradwire.tools.lab.hosts import Hosts as Machines
 
 ROUNDS, BATCH = 2050, 256  # medians of 400 steps are a percent apart, of the same thing
 
@@ -14,7 +14,7 @@ ROUNDS, BATCH = 2050, 256  # medians of 400 steps are a percent apart, of the sa
 def rows() -> Iterator[Row]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         free = server.getsockname()[1]
-    with Loopback(2) as machines:
+    with Machines(2) as machines:
         hosts = Hosts(machines, free)
         answers = hosts.order("compare", rounds=ROUNDS, batch=BATCH)
     found = {name: max(answer[name] for answer in answers) for name in ("auto", "control", "plain")}

@@ -25,7 +25,7 @@ from gradwire.tools.lab import missing
 from gradwire.tools.race import contest, race_runner
 from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.race_files import REACHED, RaceFiles
-from gradwire.tools.race.race_table import Figures
+from gradwire.tools.race.race_runner import Figures
 
 Row = dict[str, Any]
 HOSTS, TARGET, SEEDS = 4, 0.97, (10, 11, 12, 13, 14)

@@ -16,7 +16,7 @@ from statistics import fmean, median
 
 from gradwire.tools import result_files
 from gradwire.tools.experiment import experiment_file, run_files
-from gradwire.tools.experiment.grid import Run
+from gradwire.tools.experiment.experiment_file import Run
 
 FOLDER = Path(__file__).parent
 Runs = dict[tuple[str, float, float], list[Run]]  # by method, front and rate

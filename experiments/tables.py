@@ -218,12 +218,12 @@ def _seeds(numbers: list[int], every: int) -> str:
 
 def setup(results: Results) -> str:
     """One line of what the TOML says, and of the task's own values where it says nothing."""
-    plan, defaults = results.plan, tasks.find(results.plan.task).defaults
+    plan, kind = results.plan, tasks.find(results.plan.task)
     parameters = results.studies[0].settings[0].parameters
-    decay = defaults.weight_decay if plan.weight_decay is None else plan.weight_decay
+    decay = kind.weight_decay if plan.weight_decay is None else plan.weight_decay
     parts = [
         f"Task {plan.task}, {parameters:,.0f} parameters",
-        f"{plan.workers} workers x {plan.batch or defaults.batch}",
+        f"{plan.workers} workers x {plan.batch or kind.batch}",
         f"{plan.epochs} epochs",
         f"weight decay {decay:g}",
         *([f"gradients clipped to a norm of {plan.clip:g}"] if plan.clip else []),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwire
 from gradwire import VGC, Simulation
-from gradwire.tools.train.transformer import ByteTransformer
+from gradwire.tools.train.text import ByteTransformer
 
 
 def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -29,6 +29,14 @@ def append(path: Path, row: dict[str, str]) -> None:
         csv.DictWriter(file, list(row), lineterminator="\n").writerow(row)
 
 
+def keep(path: Path, rows: Table) -> None:
+    """Of all rows of a file these alone, where it has others."""
+    if len(rows) < len(read(path)):
+        path.unlink()
+        for row in rows:
+            append(path, row)
+
+
 def csv_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     """A head and a line a row."""
     text = io.StringIO()

@@ -13,8 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
-from gradwire.tools.experiment.experiment_file import Experiment, from_table, open_task
-from gradwire.tools.experiment.grid import Run
+from gradwire.tools.experiment.experiment_file import Experiment, Run, from_table, open_task
 from gradwire.tools.experiment.run_grid import Runner
 from gradwire.tools.experiment.simulated_training import Row, SimulatedTraining
 from gradwire.tools.result_files import read

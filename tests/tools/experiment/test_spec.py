@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire import TopK
-from gradwire.tools.experiment.experiment_file import from_table, open_task, read
-from gradwire.tools.experiment.schedule import Course
+from gradwire.tools.experiment.experiment_file import Course, from_table, open_task, read
 from gradwire.tools.input_errors import InputError
 
 GOOD: dict[str, Any] = {"task": "digits", "methods": ["dense", "vgc:alpha=1"], "epochs": 4}

@@ -13,7 +13,7 @@ import pytest
 from transfers import needs_namespaces, python
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import Lab, LabError, clean, leftovers, namespaces
+from gradwire.tools.lab import Lab, LabError, clean, namespaces
 
 pytestmark = [needs_namespaces, pytest.mark.alone]
 
@@ -29,7 +29,7 @@ with Lab(hosts=2, rate=10) as lab:
 
 
 def there(names: list[str]) -> list[str]:
-    return [name for name in names if (leftovers.FOLDER / name).exists()]
+    return [name for name in names if (namespaces.FOLDER / name).exists()]
 
 
 def all_of(lab: Lab) -> list[str]:
@@ -44,7 +44,6 @@ def test_a_lab_is_gone_after_its_block():
         process = lab.start(2, ["sleep", "100"])
     assert there(names) == []
     assert process.returncode == -signal.SIGKILL
-    assert not leftovers.in_use & set(names)
     lab.close()
 
 
@@ -86,18 +85,18 @@ def test_a_lab_is_gone_after_an_exception():
 @pytest.mark.parametrize("error", [LabError("tc has failed"), KeyboardInterrupt()])
 def test_a_lab_that_cannot_be_finished_is_gone(error, monkeypatch):
     def fail(*words: object) -> None:
-        assert len(there(sorted(leftovers.in_use))) == 3
+        assert len(list(namespaces.FOLDER.glob(f"gradwire-{os.getpid()}-*"))) == 3
         raise error
 
     monkeypatch.setattr(namespaces, "_shape", fail)
     with pytest.raises(type(error)):
         Lab(hosts=2, rate=10)
-    assert not list(leftovers.FOLDER.glob(f"gradwire-{os.getpid()}-*"))
+    assert not list(namespaces.FOLDER.glob(f"gradwire-{os.getpid()}-*"))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_second_interrupt_does_not_stop_the_cleaning(monkeypatch):
-    real, calls = leftovers.remove, []
+    real, calls = namespaces.remove, []
 
     def interrupted(names: list[str]) -> None:
         calls.append(names)
@@ -106,7 +105,7 @@ def test_a_second_interrupt_does_not_stop_the_cleaning(monkeypatch):
         real(names)
 
     lab = Lab(hosts=2, rate=10)
-    monkeypatch.setattr(leftovers, "remove", interrupted)
+    monkeypatch.setattr(namespaces, "remove", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lab.close()
     assert there(all_of(lab)) == []
@@ -124,7 +123,7 @@ def hold() -> tuple[subprocess.Popen[str], list[int], list[str]]:
 
 
 def gone(pids: list[int]) -> bool:
-    return not [pid for pid in pids if leftovers.runs(pid)]
+    return not [pid for pid in pids if namespaces.runs(pid)]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
@@ -164,9 +163,18 @@ def test_the_next_lab_cleans_by_itself():
         subprocess.run(["ip", "netns", "delete", foreign], check=True)
 
 
+def test_a_lab_takes_the_place_of_a_killed_one_whose_process_had_its_number():
+    with Lab(hosts=1, rate=10) as lab:
+        following = f"gradwire-{os.getpid()}-{int(lab.names[0].split('-')[2]) + 1}"
+    subprocess.run(["ip", "netns", "add", following], check=True)
+    with Lab(hosts=1, rate=10) as lab:
+        assert lab.names == [following]
+    assert there([following]) == []
+
+
 def test_nothing_starts_after_an_error_in_the_input():
-    before = set(Path(leftovers.FOLDER).glob("*"))
+    before = set(Path(namespaces.FOLDER).glob("*"))
     with pytest.raises(InputError):
         Lab(hosts=2, rate=[10, 0])
-    assert set(Path(leftovers.FOLDER).glob("*")) == before
+    assert set(Path(namespaces.FOLDER).glob("*")) == before
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import iproute, leftovers
+from gradwire.tools.lab import namespaces
 from gradwire.tools.lab.commands import Change, find_program
 from gradwire.tools.lab.rates import Link
 
@@ -62,7 +62,7 @@ def test_a_command_runs_once_a_host_and_a_table_follows(capfd, monkeypatch):
     assert capfd.readouterr().out == f"host 0 2 0 1 10.213.0.1 eth0 {threads} {threads}\n"  # of host 0 alone
     assert "│    0 │ 10.213.0.1 │ 100 Mbit/s" in said
     assert "│    1 │ 10.213.0.2 │ 10 Mbit/s up, 5 Mbit/s down" in said
-    assert not list(leftovers.FOLDER.glob(f"gradwire-{os.getpid()}-*"))
+    assert not list(namespaces.FOLDER.glob(f"gradwire-{os.getpid()}-*"))
 
 
 @needs_namespaces
@@ -128,7 +128,7 @@ def test_bad_input_is_one_line_and_starts_nothing(arguments, message):
 
 def test_without_root_the_loopback_is_offered(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(iproute, "find", lambda name: None)
+    monkeypatch.setattr(namespaces, "find", lambda name: None)
     code, said = invoke("--rate", 10, "--", "true")
     assert code == 2
     assert "needs the command ip (package iproute2), the command tc (package iproute2), root: try sudo" in said
@@ -162,7 +162,7 @@ def test_clean_names_what_it_removes():
     code, said = invoke("--clean")
     assert code == 0
     assert name in said
-    assert not (leftovers.FOLDER / name).exists()
+    assert not (namespaces.FOLDER / name).exists()
 
 
 @needs_namespaces
@@ -185,7 +185,7 @@ def test_training_in_a_lab_and_the_key_that_ends_it(tmp_path: Path):
     process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)
     assert process.stdout is not None
     assert "epoch 1/1000" in process.stdout.readline()
-    names = list(leftovers.FOLDER.glob(f"gradwire-{process.pid}-*"))
+    names = list(namespaces.FOLDER.glob(f"gradwire-{process.pid}-*"))
     assert len(names) == 3
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import Lab, iproute, leftovers
+from gradwire.tools.lab import Lab, namespaces
 from gradwire.tools.lab.rates import Link, parse_link, parse_links, parse_rate, token_bucket
 
 UP_TO_64_KB = 65_536
@@ -79,31 +79,29 @@ def test_the_bucket_holds_two_packets_or_a_millisecond_and_the_queue_holds_more(
 
 
 def test_what_is_missing_is_said_in_words(monkeypatch):
-    monkeypatch.setattr(iproute, "find", lambda name: None if name == "tc" else f"/sbin/{name}")
+    monkeypatch.setattr(namespaces, "find", lambda name: None if name == "tc" else f"/sbin/{name}")
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    assert iproute.missing() == "the command tc (package iproute2), root: try sudo"
+    assert namespaces.missing() == "the command tc (package iproute2), root: try sudo"
     with pytest.raises(InputError, match=r"needs the command tc.*--loopback"):
         Lab(hosts=2)
     monkeypatch.setattr("os.geteuid", lambda: 0)
-    monkeypatch.setattr(iproute, "find", lambda name: f"/sbin/{name}")
-    monkeypatch.setattr(iproute, "holds", lambda name: name != "CAP_SYS_ADMIN")
-    assert iproute.missing() == "CAP_SYS_ADMIN, which this container's root has not"
+    monkeypatch.setattr(namespaces, "find", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(namespaces, "holds", lambda name: name != "CAP_SYS_ADMIN")
+    assert namespaces.missing() == "CAP_SYS_ADMIN, which this container's root has not"
     monkeypatch.setattr("sys.platform", "darwin")
-    assert iproute.missing().startswith("Linux")
+    assert namespaces.missing().startswith("Linux")
 
 
 def test_what_a_command_says_is_in_the_error():
-    if iproute.find("ip") is None:
+    if namespaces.find("ip") is None:
         pytest.skip("no command ip")
-    with pytest.raises(iproute.LabError, match=r"`ip link show nonsense0` failed: .*nonsense0"):
-        iproute.call("ip", "link", "show", "nonsense0")
+    with pytest.raises(namespaces.LabError, match=r"`ip link show nonsense0` failed: .*nonsense0"):
+        namespaces.call("ip", "link", "show", "nonsense0")
 
 
 def test_only_names_of_labs_whose_process_is_gone_are_left_over(monkeypatch):
-    monkeypatch.setattr(leftovers, "runs", lambda pid: pid == 77)
-    monkeypatch.setattr("os.getpid", lambda: 99)
-    monkeypatch.setattr(leftovers, "in_use", {"gradwire-99-0"})
-    names = ["gradwire-66-0", "gradwire-66-0-bridge", "gradwire-77-0", "gradwire-99-0", "gradwire-99-1"]
+    monkeypatch.setattr(namespaces, "runs", lambda pid: pid == 77)
+    names = ["gradwire-66-0", "gradwire-66-0-bridge", "gradwire-77-0"]
     names += ["gradwire-66", "gradwire-x-0", "mine", "gradwire-66-0-other"]
-    found = [name for name in names if leftovers.is_left_over(name)]
-    assert found == ["gradwire-66-0", "gradwire-66-0-bridge", "gradwire-99-1"]
+    found = [name for name in names if namespaces.is_left_over(name)]
+    assert found == ["gradwire-66-0", "gradwire-66-0-bridge"]

@@ -14,9 +14,8 @@ from gradwire.state import manifest
 from gradwire.state.durable_files import write_atomic
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import run_directory
-from gradwire.tools.train.run_checkpoint import publish, write_manifest
+from gradwire.tools.train.run_checkpoint import publish
 from gradwire.tools.train.run_directory import begin, checkpoint_path, inspect, locked
-from gradwire.tools.train.run_state import RunState
 
 IDENTITY: dict[str, Any] = {"task": "digits", "seed": 3, "learning_rate": {"base": 0.001}}
 
@@ -37,7 +36,7 @@ def write_checkpoint(out: Path, epoch: int, step: int) -> Path:
     (unfinished / "wire").mkdir(parents=True)
     (unfinished / "training.pt").write_bytes(bytes(range(256)))
     (unfinished / "wire" / ".metadata").write_bytes(b"index")
-    write_manifest(unfinished, RunState(epoch=epoch, step=step), workers=2)
+    manifest.seal(unfinished, workers=2, epoch=epoch, step=step)
     publish(unfinished, final)
     return final
 

@@ -4,15 +4,16 @@ import csv
 import json
 from pathlib import Path
 
-from gradwire.tools.train.metrics import Traffic, columns, write_csv, write_summary
-from gradwire.tools.train.run_state import RunState
+from gradwire.state.durable_files import write_atomic
+from gradwire.tools.result_files import json_text
+from gradwire.tools.train.metrics import RunState, Traffic, columns, write_csv
 
 
-def test_traffic_adds_and_subtracts() -> None:
+def test_traffic_adds() -> None:
     early = Traffic(2, 100, 300, 800, 50, 1.0, 2.0, 3.0)
-    late = Traffic(6, 500, 1500, 2400, 250, 5.0, 10.0, 7.0)
-    assert (late - early) + early == late
-    row = (late - early).per_step(parameters=100)
+    late = Traffic(2, 300, 900, 800, 150, 3.0, 6.0, 1.0)
+    assert early + late == Traffic(4, 400, 1200, 1600, 200, 4.0, 8.0, 4.0)
+    row = (early + late).per_step(parameters=100)
     assert row["ratio"] == 100 * 4 / 200
     assert row["bits_per_parameter"] == 8 * 400 / (4 * 100)
     assert (row["encode_ms"], row["exchange_ms"], row["decode_ms"]) == (1.0, 2.0, 1.0)
@@ -35,6 +36,6 @@ def test_files(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2
     assert {key: float(value) for key, value in rows[1].items()} == row
-    write_summary(tmp_path / "summary.json", {"a": float("inf"), "b": {"c": 1.5}})
+    write_atomic(tmp_path / "summary.json", json_text({"a": float("inf"), "b": {"c": 1.5}}))
     assert json.loads((tmp_path / "summary.json").read_text()) == {"a": None, "b": {"c": 1.5}}
     assert len(list(tmp_path.iterdir())) == 2, "nothing temporary is left"

@@ -13,7 +13,8 @@ import pytest
 import torch
 from commands import TIMEOUT_S, children, clean_environment, run_command
 
-from gradwire.tools.train.run_directory import is_locked
+from gradwire.tools.input_errors import InputError
+from gradwire.tools.train.run_directory import take_lock
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,12 @@ def run_and_kill(arguments: list[str], out: Path, launcher_only: bool = False) -
         os.kill(pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 10
-    while is_locked(out):
+    while True:
+        try:
+            os.close(take_lock(out))
+            return
+        except InputError:
+            pass
         assert time.monotonic() < deadline, "a worker has survived its launcher"
         time.sleep(0.01)
 

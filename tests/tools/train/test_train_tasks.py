@@ -12,7 +12,7 @@ from torch import nn
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import cifar10, digits, fashion, tasks, text
 from gradwire.tools.train.classification import Classification
-from gradwire.tools.train.task import Schedule, Share
+from gradwire.tools.train.task import Schedule
 
 
 def count(model: nn.Module) -> int:
@@ -51,8 +51,8 @@ def test_digits_network_and_evaluation_in_shares() -> None:
     model = task.make_model()
     assert count(model) == 85_002
     with torch.no_grad():
-        whole = task.evaluate(model, Share())
-        parts = sum(task.evaluate(model, Share(rank, 7)) for rank in range(7))
+        whole = task.evaluate(model)
+        parts = sum(task.evaluate(model, slice(rank, None, 7)) for rank in range(7))
     assert whole.tolist() == torch.as_tensor(parts).tolist()
     assert whole[1] == 360
     assert task.score(whole)["test_accuracy"] == whole[0] / 360
@@ -93,8 +93,8 @@ def test_fashion_reads_the_official_format(tmp_path: Path, packed: bool, monkeyp
     model = task.make_model()
     assert count(model) == 235_146
     with torch.no_grad():
-        parts = torch.stack([task.evaluate(model, Share(rank, 2)) for rank in range(2)]).sum(0)
-        assert task.evaluate(model, Share()).tolist() == parts.tolist()
+        parts = torch.stack([task.evaluate(model, slice(rank, None, 2)) for rank in range(2)]).sum(0)
+        assert task.evaluate(model).tolist() == parts.tolist()
     assert parts[1] == 3
 
 
@@ -143,8 +143,8 @@ def test_cifar10_takes_a_step_on_random_images() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     model.eval()
     with torch.no_grad():
-        assert task.evaluate(model, Share())[1] == 2
-        assert task.evaluate(model, Share(2, 3)).tolist() == [0, 0], "a worker may have nothing to test"
+        assert task.evaluate(model)[1] == 2
+        assert task.evaluate(model, slice(2, None, 3)).tolist() == [0, 0], "a worker may have nothing to test"
 
 
 def write_fake_cifar10(folder: Path, records: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +216,8 @@ def test_text_network_starts_at_eight_bits_a_byte(text_file: Path) -> None:
     model = task.make_model()
     assert count(model) == 875_264
     with torch.no_grad():
-        whole = task.evaluate(model, Share())
-        parts = torch.stack([task.evaluate(model, Share(rank, 9)) for rank in range(9)]).sum(0)
+        whole = task.evaluate(model)
+        parts = torch.stack([task.evaluate(model, slice(rank, None, 9)) for rank in range(9)]).sum(0)
     score = task.score(whole)
     assert 7.5 < score["bits_per_byte"] < 8.5
     assert math.isclose(score["val_loss"], score["bits_per_byte"] * math.log(2))

@@ -24,18 +24,16 @@ def readable_errors(after_interrupt: str = "") -> Iterator[None]:
     """
     try:
         yield
+        return
     except USERS as error:
-        typer.echo(f"gradwire: error: {error}", err=True)
-        raise typer.Exit(BAD_INPUT) from None
+        said, code = f"error: {error}", BAD_INPUT
     except WorkerError as error:
-        typer.echo(f"gradwire: {error}", err=True)
-        raise typer.Exit(FAILED) from None
+        said, code = str(error), FAILED
     except LabError as error:
-        typer.echo(f"gradwire: {error}\n{REMEDY}", err=True)
-        raise typer.Exit(FAILED) from None
+        said, code = f"{error}\n{REMEDY}", FAILED
     except CommandError as error:
-        typer.echo(f"gradwire: {error}", err=True)
-        raise typer.Exit(error.code) from None
+        said, code = str(error), error.code
     except KeyboardInterrupt:
-        typer.echo(f"gradwire: interrupted. {after_interrupt}".rstrip(), err=True)
-        raise typer.Exit(INTERRUPTED) from None
+        said, code = f"interrupted. {after_interrupt}".rstrip(), INTERRUPTED
+    typer.echo(f"gradwire: {said}", err=True)
+    raise typer.Exit(code)

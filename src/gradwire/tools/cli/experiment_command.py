@@ -12,10 +12,8 @@ from typer import Argument, Option
 from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.cli.options import Data
 from gradwire.tools.experiment.experiment_file import open_task, read
-from gradwire.tools.experiment.grid_progress import GridProgress
-from gradwire.tools.experiment.run_grid import Runner
-from gradwire.tools.input_errors import InputError
-from gradwire.tools.train.settings import DEVICES
+from gradwire.tools.experiment.run_grid import GridProgress, Runner
+from gradwire.tools.train.settings import check_device
 
 
 def experiment(
@@ -32,8 +30,7 @@ def experiment(
     """Run every method, optimizer, learning rate and seed that FILE names. The same command again goes on."""
     with readable_errors(after_interrupt="The same command goes on from the last save"):
         plan = read(file)
-        if device not in DEVICES:
-            raise InputError(f"unknown device {device!r}. Known devices: {', '.join(DEVICES)}")
+        check_device(device)
         where = torch.device("cuda" if device == "cuda" or (device == "auto" and torch.cuda.is_available()) else "cpu")
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # tf32, where float32 is asked for

@@ -11,11 +11,11 @@ from rich.table import Table
 from typer import Argument, Option
 
 from gradwire.tools.cli.exit_codes import readable_errors
-from gradwire.tools.cli.options import Loopback as OnLoopback
+from gradwire.tools.cli.options import Loopback
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.lab import Lab, clean, missing
-from gradwire.tools.lab.commands import Change, CommandError, find_program, run
-from gradwire.tools.lab.loopback import Loopback
+from gradwire.tools.lab.commands import Change, CommandError, at_their_times, find_program, run
+from gradwire.tools.lab.hosts import Hosts
 from gradwire.tools.lab.rates import UNLIMITED, Link, parse_links
 from gradwire.tools.train.launch import tidy_terminal
 
@@ -27,7 +27,7 @@ def lab(
         str, Option(help="of the links: 100 (Mbit/s), 1Gbit, 100/20 (up/down); 100,10: one a host")
     ] = UNLIMITED,
     change: Annotated[list[str] | None, Option(help="10s:20 is 20 Mbit/s after 10 seconds; may be repeated")] = None,
-    loopback: OnLoopback = False,
+    loopback: Loopback = False,
     remove: Annotated[bool, Option("--clean", help="remove what killed labs have left, and run nothing")] = False,
 ) -> None:
     """Run a command once a host, as torchrun would on as many machines; then show the bytes of every host's link."""
@@ -64,7 +64,7 @@ def show_cleaned() -> None:
 
 
 def on_loopback(hosts: int, command: list[str]) -> None:
-    with Loopback(hosts) as local, tidy_terminal():
+    with Hosts(hosts) as local, tidy_terminal():
         typer.echo(
             f"{hosts} processes on 127.0.0.1, unshaped: rates have no effect and bytes are not counted", err=True
         )
@@ -76,7 +76,7 @@ def in_namespaces(links: list[Link], command: list[str], changes: list[Change]) 
         begin = time.monotonic()
         try:
             with tidy_terminal():
-                run(network, command, changes)
+                run(network, command, at_their_times(network, changes))
         except CommandError:
             Console().print(table(network, time.monotonic() - begin))
             raise

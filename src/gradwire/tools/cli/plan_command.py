@@ -23,11 +23,11 @@ from gradwire.tools.cli.exit_codes import readable_errors
 from gradwire.tools.cli.options import AnyOptimizer, Data
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.plan import chart
-from gradwire.tools.plan.measured import measured
+from gradwire.tools.plan.rehearsal import measured
 from gradwire.tools.plan.report import PlanReport
 from gradwire.tools.train import worker_process
 from gradwire.tools.train.launch import launch
-from gradwire.tools.train.settings import DEFAULT_WORKERS, DEVICES, Settings, check
+from gradwire.tools.train.settings import DEFAULT_WORKERS, Settings, check, check_device
 from gradwire.tools.train.worker_group import choose_device, inside_torchrun
 
 METHODS = "dense bf16 powersgd:rank=4 topk:density=0.01 vgc:alpha=1.5"
@@ -50,7 +50,10 @@ class PlanOutputs:
             if path is not None and not path.absolute().parent.is_dir():
                 raise InputError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
-    def write(self, report: PlanReport) -> None:
+    def show(self, report: PlanReport) -> None:
+        """Table, verdict, files."""
+        report.show(Console())
+        typer.echo(report.verdict.words)
         if self.chart is not None:
             chart.draw(report, self.chart)
         if self.json is not None:
@@ -90,21 +93,21 @@ def plan(
         chosen = parse_methods(methods)
         outputs = PlanOutputs(chart_file, json_file, csv_file)
         outputs.check()
-        check_common(device, margin)
+        check_given(task, params, device, margin)
         if task is None or params is not None:
-            calculation.check_alone(task)
-            show(calculation.report(workers, chosen, device, margin), outputs)
+            outputs.show(calculation.report(workers, chosen, device, margin))
         else:
             calculation.refuse()
             settings = Settings(task=task, workers=world, batch=batch, optimizer=optimizer, data=data, device=device)
             begin(settings, chosen, margin, outputs)
 
 
-def check_common(device: str, margin: float) -> None:
-    if device not in DEVICES:
-        raise InputError(f"unknown device {device!r}. Known devices: {', '.join(DEVICES)}")
+def check_given(task: str | None, params: float | None, device: str, margin: float) -> None:
+    check_device(device)
     if not 0 <= margin < 1:
         raise InputError(f"--margin must be from 0 to 1, not {margin}")
+    if (task is None) == (params is None):
+        raise InputError("give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate")
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,6 @@ class Calculation:
     mbit: float | None
     latency_ms: float
     density: float | None
-
-    def check_alone(self, task: str | None) -> None:
-        if (task is None) == (self.params is None):
-            raise InputError(
-                "give --task digits to measure, or --params 124e6 --backward-ms 300 --mbit 1000 to calculate"
-            )
 
     def refuse(self) -> None:
         """With --task all of these are measured."""
@@ -158,9 +155,7 @@ def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, 
     """Be a worker, or start them. Everything is checked in both."""
     checked = check(settings)
     if inside_torchrun():
-        worker_process.run_reporting_errors(
-            lambda: measured(checked, methods, margin, lambda report: show(report, outputs))
-        )
+        worker_process.run_reporting_errors(lambda: measured(checked, methods, margin, outputs.show))
         return
     choose_device(settings.device, 0, settings.workers)
     launch(settings.workers, sys.argv[1:])
@@ -199,10 +194,3 @@ def network_of(workers: int, mbit: float, latency_ms: float) -> Network:
         return Network(workers, mbit, latency_ms)
     except ValueError as error:
         raise InputError(f"{error}. Give --mbit 1000 for 1 Gbit/s, --latency-ms 0.1") from error
-
-
-def show(report: PlanReport, outputs: PlanOutputs) -> None:
-    """Table, verdict, files."""
-    report.show(Console())
-    typer.echo(report.verdict.words)
-    outputs.write(report)

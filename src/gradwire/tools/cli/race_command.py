@@ -13,7 +13,6 @@ from gradwire.tools.cli.options import Loopback, Optimizer, Rates
 from gradwire.tools.race import contest, events, race_runner
 from gradwire.tools.race.plot import draw
 from gradwire.tools.race.race_files import RaceFiles
-from gradwire.tools.race.race_table import RaceTable
 
 METHODS = "dense,bf16,vgc:alpha=1.5,torch:allreduce,torch:fp16,torch:powersgd:rank=4"
 
@@ -50,7 +49,7 @@ def race(
         runs = contest.runs(rates, methods, seed or [0], loopback, **common)
         events.check_lab(loopback)
         files = RaceFiles(out)
-        with RaceTable(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
+        with race_runner.RaceTable(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
             failures = race_runner.race(runs, files, seen, loopback, f"gradwire race --task {task}")
         lacking = draw(runs, files, out / "race.svg")
         typer.echo(f"results in {out}: race.csv, trace.csv" + (f"; {lacking}" if lacking else ", race.svg"))

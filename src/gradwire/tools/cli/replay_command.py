@@ -19,7 +19,7 @@ from gradwire.tools.lab.commands import CommandError
 from gradwire.tools.lab.rates import parse_link
 from gradwire.tools.provenance import provenance
 from gradwire.tools.race import events
-from gradwire.tools.race.replay import BESIDE, COLLECTIVES, Row, Setting, cases
+from gradwire.tools.race.replay import BESIDE, COLLECTIVES, Case, Row, Setting, cases
 from gradwire.tools.race.replay import replay as play
 from gradwire.tools.race.trace import ByteTrace, load
 from gradwire.tools.result_files import append
@@ -57,7 +57,7 @@ def replay(
             raise InputError(f"--out {out}: give a file in a folder that is there")
         out.unlink(missing_ok=True)
         try:
-            rows = run(found, setting, kind, others, links, out, loopback)
+            rows = run(cases(found, setting, kind, others), setting, links, out, loopback)
         except CommandError as error:
             typer.echo(f"gradwire: {error}", err=True)
             raise typer.Exit(FAILED) from None
@@ -83,31 +83,18 @@ def chosen(beside: str) -> list[str]:
     return names
 
 
-def run(
-    trace: ByteTrace,
-    setting: Setting,
-    kind: str,
-    beside: Sequence[str],
-    rates: Sequence[str],
-    out: Path,
-    loopback: bool,
-) -> list[Row]:
+def run(every: Sequence[Case], setting: Setting, rates: Sequence[str], out: Path, loopback: bool) -> list[Row]:
     """Every rate, with a row in the file as each step is done."""
-    origin, every = provenance("cpu", "gradwire replay"), cases(trace, setting, kind, beside)
-    rows: list[Row] = []
-    console = Console(stderr=True)
+    origin, rows = provenance("cpu", "gradwire replay"), list[Row]()
+
+    def write(row: Row) -> None:
+        shown = {name: f"{value:.8g}" if isinstance(value, float) else str(value) for name, value in row.items()}
+        append(out, shown | origin)
+
     for rate in rates:
-
-        def tell(row: Row) -> None:
-            append(out, {name: _text(value) for name, value in row.items()} | origin)
-
-        with console.status(f"{len(every)} steps, {setting.steps} times each, at {rate} ..."):
-            rows += play(every, setting, rate, tell, loopback)
+        with Console(stderr=True).status(f"{len(every)} steps, {setting.steps} times each, at {rate} ..."):
+            rows += play(every, setting, rate, write, loopback)
     return rows
-
-
-def _text(value: object) -> str:
-    return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Row], trace: ByteTrace, name: str, setting: Setting) -> Table:

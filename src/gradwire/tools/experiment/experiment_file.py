@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
-from gradwire.tools.experiment.grid import Grid, Run
-from gradwire.tools.experiment.schedule import Course
-from gradwire.tools.input_errors import InputError
+from gradwire.methods import Compressor, from_spec
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.train import optimizers, tasks
+from gradwire.tools.train.settings import make_compressor
 from gradwire.tools.train.task import Task
 
 if sys.version_info >= (3, 11):
@@ -22,6 +24,90 @@ else:  # the same by another name
     import tomli as tomllib
 
 PRECISIONS = ("float32", "bf16")
+SCHEDULES = ("constant", "halving", "cosine")
+
+
+@dataclass(frozen=True)
+class Course:
+    """The part of the full learning rate at a point of the run: one of fewer epochs has the same schedule, shrunk.
+
+    kind: "constant"; "halving", cut in two `times` times at equal distances; "cosine", down to 0.
+    warmup: the part of the run in which it rises from 0.
+    """
+
+    kind: str = "constant"
+    times: int = 0
+    warmup: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in SCHEDULES:
+            raise InputError(f"schedule: kind must be one of {', '.join(SCHEDULES)}, not {self.kind!r}")
+        if self.times < 0 or (self.times > 0) != (self.kind == "halving"):
+            raise InputError(f'schedule: times is for kind = "halving" and at least 1, got {self.times}')
+        if not 0 <= self.warmup < 1:
+            raise InputError(f"schedule: warmup is a part of the run, 0 to less than 1, got {self.warmup}")
+
+    def at(self, done: float) -> float:
+        """done: 0 at the first step, 1 after the last."""
+        if done < self.warmup:
+            return done / self.warmup
+        if self.kind == "halving":
+            return 0.5 ** math.floor(done * self.times + 1e-9)  # 25 of 300 epochs are a twelfth but for rounding
+        if self.kind == "cosine":
+            return 0.5 + 0.5 * math.cos(math.pi * (done - self.warmup) / (1 - self.warmup))
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    optimizer: str
+    method: str
+    rate: float  # times the optimizer's learning rate
+    seed: int
+    front: float = 0.0  # how much more is sent at the beginning: the density falls as exp(-front t / T), its mean stays
+
+    @property
+    def name(self) -> str:
+        """For people and for files."""
+        method = re.sub(r"[^A-Za-z0-9.]+", "-", self.method).strip("-")
+        rate = "" if self.rate == 1 else f"-x{self.rate:g}"
+        front = f"-front{self.front:g}" if self.front else ""
+        return f"{self.optimizer}-{method}{front}{rate}-seed{self.seed}"
+
+    def compressor(self, done: float) -> Compressor:
+        """What is used where a part `done` of the run is done."""
+        method: Any = from_spec(self.method)
+        if not self.front:
+            return method  # type: ignore[no-any-return]
+        part = self.front / -math.expm1(-self.front) * math.exp(-self.front * done)
+        return dataclasses.replace(method, density=min(1.0, float(f"{method.density * part:.4g}")))  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination of these is a run."""
+
+    methods: tuple[str, ...]
+    rates: tuple[float, ...] = (1.0,)
+    fronts: tuple[float, ...] = (0.0,)  # for methods with a density
+    seeds: tuple[int, ...] = (0,)
+    optimizers: tuple[str, ...] = ()  # empty: those of the experiment
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            make_compressor(method)
+        if not all((self.methods, self.rates, self.fronts, self.seeds)):
+            raise InputError("methods, rates, fronts and seeds must each name at least one")
+        if any(front < 0 for front in self.fronts):
+            raise InputError(f"fronts must be 0 or more, got {list(self.fronts)}")
+
+    def runs(self, optimizers: tuple[str, ...]) -> list[Run]:
+        """Of an experiment with these optimizers."""
+        every = itertools.product(self.seeds, self.optimizers or optimizers, self.rates, self.fronts, self.methods)
+        runs = [Run(optimizer, method, rate, seed, front) for seed, optimizer, rate, front, method in every]
+        return [run for run in runs if not run.front or from_spec(run.method).share is not None]
 
 
 @dataclass(frozen=True)
@@ -55,10 +141,7 @@ class Experiment:
         for name, table in {"learning_rate": self.learning_rate, "schedule": self.schedule}.items():
             if unknown := table.keys() - set(self.every_optimizer):
                 raise InputError(f"{name} names {', '.join(sorted(unknown))}, which is not among the optimizers")
-        numbers = {"epochs": self.epochs, "workers": self.workers, "batch": self.batch or kind.defaults.batch}
-        for name, number in numbers.items():
-            if number < 1:
-                raise InputError(f"{name} must be 1 or more, not {number}")
+        at_least({"epochs": (self.epochs, 1), "workers": (self.workers, 1), "batch": (self.batch or kind.batch, 1)})
         if not 0 <= self.clip < math.inf:
             raise InputError(f"clip must be 0 or more, not {self.clip}")
         if not self.optimizers:
@@ -85,7 +168,7 @@ class Experiment:
         """The highest learning rate of a run."""
         base = self.learning_rate.get(run.optimizer)
         if base is None:
-            base = tasks.find(self.task).defaults.schedules[run.optimizer].at(0, self.workers)
+            base = tasks.find(self.task).schedule(run.optimizer).at(0, self.workers)
         return base * run.rate
 
     def rate_at(self, run: Run, done: float) -> float:
@@ -162,7 +245,7 @@ def open_task(experiment: Experiment, data: Path | None) -> Task:
         known = ", ".join(sorted(sizes)) or "nothing"
         raise InputError(f"model: task {experiment.task} knows no {', '.join(sorted(unknown))}; it knows {known}")
     opened: Task = dataclasses.replace(task, **experiment.model)
-    needed = experiment.workers * (experiment.batch or tasks.find(experiment.task).defaults.batch)
+    needed = experiment.workers * (experiment.batch or tasks.find(experiment.task).batch)
     if opened.samples < needed:
         raise InputError(f"a step takes {needed} samples, the data has {opened.samples}")
     return opened

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from gradwire.state.durable_files import open_own
-from gradwire.tools.experiment.simulated_training import Epoch
+from gradwire.tools.experiment.simulated_training import Row
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.result_files import append, read
+from gradwire.tools.result_files import append, keep, read
 
 
 class RunFiles:
@@ -37,17 +37,12 @@ class RunFiles:
     def cut(self, epochs: int) -> None:
         """Rows after so many epochs, of a run that stopped later than its last save, are dropped."""
         for path in (self.figures, self.layers):
-            rows = read(path)
-            if len(rows) > epochs:
-                path.unlink()
-                for row in rows[:epochs]:
-                    append(path, row)
+            keep(path, read(path)[:epochs])
 
-    def add(self, epoch: Epoch, steps: int, origin: dict[str, str]) -> None:
-        """One more row in each."""
-        append(self.figures, {key: f"{value:.8g}" for key, value in epoch.row.items()} | origin)
-        counts = {name: f"{count / steps:.6g}" for name, count in epoch.elements.items()}
-        append(self.layers, {"epoch": f"{epoch.row['epoch']:.0f}"} | counts)
+    def add(self, row: Row, sent: dict[str, float], origin: dict[str, str]) -> None:
+        """One more row in each; sent: elements a step, by parameter."""
+        append(self.figures, {key: f"{value:.8g}" for key, value in row.items()} | origin)
+        append(self.layers, {"epoch": f"{row['epoch']:.0f}"} | {name: f"{n:.6g}" for name, n in sent.items()})
 
     def save(self, state: dict[str, Any]) -> None:
         beside = self.state.with_suffix(".unfinished")
@@ -74,8 +69,7 @@ def taken(folder: Path, name: str) -> Iterator[bool]:
     with os.fdopen(open_own(folder / ".lock"), "r+b") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, zlib.crc32(name.encode()))
+            mine = True
         except (BlockingIOError, PermissionError):
             mine = False
-        else:
-            mine = True
         yield mine

@@ -11,14 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.progress import TaskID
 
-from gradwire.tools.experiment.experiment_file import Experiment
-from gradwire.tools.experiment.grid import Run
-from gradwire.tools.experiment.grid_progress import GridProgress
+from gradwire.tools.experiment.experiment_file import Experiment, Run
 from gradwire.tools.experiment.run_files import RunFiles, taken
-from gradwire.tools.experiment.simulated_training import SimulatedTraining
+from gradwire.tools.experiment.simulated_training import Row, SimulatedTraining
+from gradwire.tools.progress import Bars, show
 from gradwire.tools.provenance import provenance
 from gradwire.tools.train.task import Task
+
+
+class GridProgress(Bars):
+    """What the user sees of it: a bar over the epochs of all runs on a terminal, and a line a run."""
+
+    def __init__(self, epochs: int, score: str) -> None:
+        super().__init__()
+        self.epochs, self.score, self.bar = epochs, score, TaskID(0)
+
+    def runs(self, runs: int, done: int) -> None:
+        """How many there are, and how many of their epochs are done."""
+        self.bar = self.begin("epochs", runs * self.epochs, done)
+        if self.disable:
+            self.line(f"{runs} runs of {self.epochs} epochs, {done} epochs of them done")
+
+    def epoch(self, run: Run, number: int, row: Row) -> None:
+        figures = f"loss {row['train_loss']:.4f}  {show(self.score, row[self.score])}  ratio {row['ratio']:.1f}"
+        line = f"{run.name}  epoch {number}/{self.epochs}  {figures}  {row['ms_a_step']:.1f} ms a step"
+        self.update(self.bar, advance=1, state=line)
+        if number == self.epochs:
+            self.line(line)
+
+    def skip(self, run: Run, why: str) -> None:
+        self.line(f"{run.name}  {why}")
 
 
 @dataclass
@@ -37,12 +61,11 @@ class Runner:
     minutes: float = 0.0
     command: str = ""
     clock: Callable[[], float] = time.monotonic
-    _begun: float = 0.0
 
     def __call__(self, only: Sequence[str] = ("",)) -> bool:
         """Whether everything is done. only: runs whose name has one of these in it, in this order."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._begun = self.clock()
+        end = self.clock() + 60 * (self.minutes or float("inf"))
         runs = list(dict.fromkeys(run for part in only for run in self.experiment.runs if part in run.name))
         self.watcher.runs(len(runs), sum(self._done(run) for run in runs))
         for run in runs:
@@ -51,35 +74,31 @@ class Runner:
                     self.watcher.skip(run, "is in the hands of another process")
                 elif self._done(run) == self.experiment.epochs:
                     self.watcher.skip(run, "is done")
-                elif self._late():
+                elif self.clock() > end:
                     return False
                 else:
-                    self._train(run)
+                    self._train(run, end)
         return all(self._done(run) == self.experiment.epochs for run in runs)
 
     def _done(self, run: Run) -> int:
         """Epochs that are written down."""
         return min(RunFiles(self.folder, run.name).epochs(), self.experiment.epochs)
 
-    def _late(self) -> bool:
-        return bool(self.minutes) and self.clock() - self._begun > 60 * self.minutes
-
-    def _train(self, run: Run) -> None:
+    def _train(self, run: Run, end: float) -> None:
         """To its end, or until the time is up."""
         files, origin = RunFiles(self.folder, run.name), provenance(self.device.type, self.command)
         trainer = SimulatedTraining(self.experiment, run, self.task, self.device)
         if (state := files.load()) is not None:
             trainer.load_state_dict(state)
         files.cut(trainer.epochs_done)
-        saved = self.clock()
-        while trainer.epochs_done < self.experiment.epochs:
-            epoch = trainer.epoch()
-            files.add(epoch, trainer.steps, origin)
-            self.watcher.epoch(run, trainer.epochs_done, epoch.row)
-            if self._late() or (self.save_every and self.clock() - saved > self.save_every):
+        saved, late = self.clock(), False
+        while trainer.epochs_done < self.experiment.epochs and not late:
+            row, elements = trainer.epoch()
+            files.add(row, {name: count / trainer.steps for name, count in elements.items()}, origin)
+            self.watcher.epoch(run, trainer.epochs_done, row)
+            late = self.clock() > end
+            if late or (self.save_every and self.clock() - saved > self.save_every):
                 files.save(trainer.state_dict())
                 saved = self.clock()
-            if self._late():
-                break
         if trainer.epochs_done == self.experiment.epochs:
             files.finish()

@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradwire
 from gradwire.exchange.counting import Stats
-from gradwire.tools.experiment.augment import crop_and_flip
-from gradwire.tools.experiment.experiment_file import Experiment
-from gradwire.tools.experiment.grid import Run
+from gradwire.tools.experiment.experiment_file import Experiment, Run
 from gradwire.tools.train import optimizers, sharding, tasks
-from gradwire.tools.train.task import Share, Task
+from gradwire.tools.train.task import Task
 
 Row = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """What one epoch came to."""
-
-    row: Row
-    elements: dict[str, int]  # sent by one worker in it, by parameter
+PAD = 4  # pixels
 
 
 class SimulatedTraining:
@@ -34,13 +27,13 @@ class SimulatedTraining:
 
     def __init__(self, experiment: Experiment, run: Run, task: Task, device: torch.device) -> None:
         self.experiment, self.run, self.task, self.device = experiment, run, task, device
-        defaults = tasks.find(experiment.task).defaults
-        self.batch = experiment.batch or defaults.batch
+        kind = tasks.find(experiment.task)
+        self.batch = experiment.batch or kind.batch
         torch.manual_seed(run.seed)
         self.model = task.make_model().to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        decay = defaults.weight_decay if experiment.weight_decay is None else experiment.weight_decay
+        decay = kind.weight_decay if experiment.weight_decay is None else experiment.weight_decay
         method, fused = run.compressor(0.0), device.type == "cuda"
         options = (0.0, decay, fused, method.own_momentum)
         self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
@@ -57,8 +50,8 @@ class SimulatedTraining:
     def lowered(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.experiment.precision == "bf16")
 
-    def epoch(self, on_step: Callable[[], None] = lambda: None) -> Epoch:
-        """The next epoch."""
+    def epoch(self) -> tuple[Row, dict[str, int]]:
+        """The next epoch: its figures, and the elements that one worker sent in it, by parameter."""
         start, workers = time.perf_counter(), self.experiment.workers
         order = sharding.epoch_order(self.task.samples, self.run.seed, self.epochs_done).to(self.device)
         taken = order[: self.steps * workers * self.batch].view(self.steps, workers * self.batch)
@@ -66,19 +59,15 @@ class SimulatedTraining:
         self.simulation.compressor = self.run.compressor(self.epochs_done / self.experiment.epochs)
         self.simulation.reset_stats()
         for number, indices in enumerate(taken):
-            rate = self._rate(number)
+            done = (self.epochs_done + number / self.steps) / self.experiment.epochs
+            rate = self.experiment.rate_at(self.run, done)
             optimizers.set_learning_rate(self.optimizer, rate)
             total += self._step(indices).double()
-            on_step()
         loss = float(total) / self.steps
         seconds = time.perf_counter() - start
         self.epochs_done += 1
         stats = self.simulation.stats()
-        return Epoch(self._row(loss, seconds, rate, stats), stats.elements_sent)
-
-    def _rate(self, number: int) -> float:
-        done = (self.epochs_done + number / self.steps) / self.experiment.epochs
-        return self.experiment.rate_at(self.run, done)
+        return self._row(loss, seconds, rate, stats), stats.elements_sent
 
     def _step(self, indices: Tensor) -> Tensor:
         """One step of all workers; their mean loss."""
@@ -115,7 +104,7 @@ class SimulatedTraining:
         """With the batch-norm statistics of worker 0, as rank 0 would."""
         self.model.eval()
         with torch.no_grad(), self.lowered():
-            totals = self.task.evaluate(self.model, Share())
+            totals = self.task.evaluate(self.model)
         self.model.train()
         return self.task.score(totals)
 
@@ -132,3 +121,20 @@ class SimulatedTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.simulation.load_state_dict(state["simulation"])
         self.epochs_done = state["epochs"]
+
+
+def crop_and_flip(images: Tensor) -> Tensor:
+    """The usual augmentation of images [N, C, H, W], on their device.
+
+    Each is moved by up to 4 pixels, zeros coming in, and every other one mirrored.
+    """
+    count, channels, height, width = images.shape
+    device = images.device
+    moved = torch.randint(0, 2 * PAD + 1, (2, count, 1), device=device)
+    mirrored = torch.rand(count, 1, device=device) < 0.5
+    across = torch.arange(width, device=device)
+    rows = moved[0] + torch.arange(height, device=device)
+    columns = moved[1] + torch.where(mirrored, across.flip(0), across)
+    image = torch.arange(count, device=device)[:, None, None, None]
+    channel = torch.arange(channels, device=device)[None, :, None, None]
+    return F.pad(images, [PAD] * 4)[image, channel, rows[:, None, :, None], columns[:, None, None, :]]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from gradwire.tools.train.worker_process import ERROR_FILE
 LOOK_S = 0.02  # between two looks at the processes
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 LAST_LINES = 20
+OUTPUT, ERROR = "output", "error"  # files of each host: what it prints, and the error that a worker leaves for torchrun
 PORT = 29500  # a lab's ports are all free
 
 
@@ -45,22 +46,24 @@ class Change:
     links: list[Link]
 
 
-def run(hosts: Hosts, command: Sequence[str], changes: Sequence[Change] = ()) -> None:
+def run(hosts: Hosts, command: Sequence[str], look: Callable[[], None] = lambda: None) -> None:
     """Run a command once a host, to the end of all. The first that fails ends the others and is a CommandError.
 
+    look: called again and again meanwhile, and once when all have ended.
     Host 0's output goes where ours goes; that of the others to files, and from there into the error.
     """
     program = [find_program(command), *command[1:]]
-    with tempfile.TemporaryDirectory(prefix="gradwire-lab-") as folder, hosts.meeting() as meeting:
+    with tempfile.TemporaryDirectory(prefix="gradwire-lab-") as private, hosts.meeting() as meeting:
+        folder = Path(private)
         running: list[subprocess.Popen[Any]] = []
         try:
             for host in range(len(hosts)):
-                log = None if host == 0 else log_of(folder, host).open("wb")
-                env = {**environment(hosts, host), **meeting, ERROR_FILE: str(error_file(folder, host))}
+                log = None if host == 0 else (folder / f"{OUTPUT}-{host}").open("wb")
+                env = {**environment(hosts, host), **meeting, ERROR_FILE: str(folder / f"{ERROR}-{host}")}
                 running.append(hosts.start(host, program, env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
                 if log is not None:
                     log.close()
-            watch(hosts, running, changes, folder)
+            watch(running, folder, look)
         finally:
             stop(running)
 
@@ -104,36 +107,35 @@ def find_program(command: Sequence[str]) -> str:
     return str(Path(found).absolute())
 
 
-def log_of(folder: str, host: int) -> Path:
-    """Where a host's output goes."""
-    return Path(folder) / f"output-{host}"
-
-
-def error_file(folder: str, host: int) -> Path:
-    """Where a worker of torchrun's writes its error."""
-    return Path(folder) / f"error-{host}.json"
-
-
-def watch(hosts: Hosts, running: list[subprocess.Popen[Any]], changes: Sequence[Change], folder: str) -> None:
-    """Until all have ended well, changing rates when it is time."""
-    begin = time.monotonic()
-    left = sorted(changes, key=lambda change: change.after_s)
+def watch(running: list[subprocess.Popen[Any]], folder: Path, look: Callable[[], None]) -> None:
+    """Until all have ended well."""
     while True:
         codes = [process.poll() for process in running]
+        look()
         if failed := [host for host, code in enumerate(codes) if code]:
             raise failure(failed, running, folder)
-        if not any(code is None for code in codes):
+        if None not in codes:
             return
-        if left and time.monotonic() - begin >= left[0].after_s:
-            for host, link in enumerate(left.pop(0).links):
-                hosts.set_rate(host, link)
         time.sleep(LOOK_S)
 
 
-def failure(failed: list[int], running: list[subprocess.Popen[Any]], folder: str) -> CommandError:
+def at_their_times(hosts: Hosts, changes: Sequence[Change]) -> Callable[[], None]:
+    """For `run` to look: makes each change when it is due, counted from now."""
+    begin = time.monotonic()
+    left = sorted(changes, key=lambda change: change.after_s)
+
+    def look() -> None:
+        if left and time.monotonic() - begin >= left[0].after_s:
+            for host, link in enumerate(left.pop(0).links):
+                hosts.set_rate(host, link)
+
+    return look
+
+
+def failure(failed: list[int], running: list[subprocess.Popen[Any]], folder: Path) -> CommandError:
     """The failure that came first, in words: the program's own where it has left them for torchrun."""
     found = {
-        host: ProcessFailure(host, running[host].pid, running[host].returncode, str(error_file(folder, host)))
+        host: ProcessFailure(host, running[host].pid, running[host].returncode, str(folder / f"{ERROR}-{host}"))
         for host in failed
     }
     host = min(found, key=lambda host: when(found[host]))
@@ -144,7 +146,8 @@ def failure(failed: list[int], running: list[subprocess.Popen[Any]], folder: str
     ended = f"failed with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
     if host == 0:
         return CommandError(f"host 0 {ended}", exit_code)  # its output has been seen
-    lines = log_of(folder, host).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()[-LAST_LINES:]
+    output = (folder / f"{OUTPUT}-{host}").read_text(encoding="utf-8", errors="replace")
+    lines = output.rstrip().splitlines()[-LAST_LINES:]
     said = "; its last lines:\n" + "\n".join(f"    {line}" for line in lines) if lines else ", without a word"
     return CommandError(f"host {host} {ended}{said}", exit_code)
 

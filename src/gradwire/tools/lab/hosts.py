@@ -1,29 +1,35 @@
-"""What a lab of namespaces and its stand-in on the loopback have in common: hosts on which commands are started."""
+"""Hosts on which commands are started: by themselves all on 127.0.0.1, unshaped, where a lab cannot be built."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeVar
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from gradwire.tools.lab.rates import Rate
 
 H = TypeVar("H", bound="Hosts")
 
 
-class Hosts(ABC):
-    """Numbered from 0. Until they are closed SIGTERM and SIGHUP are exits like any other, that clean up."""
+class Hosts:
+    """Numbered from 0. Here they have one interface together, which counts nothing by host; a Lab gives each its own.
 
-    interface: str  # of each
+    Until they are closed SIGTERM and SIGHUP are exits like any other, that clean up.
+    """
 
-    def __init__(self) -> None:
+    interface = "lo"
+
+    def __init__(self, hosts: int) -> None:
+        self._hosts = hosts
         self._processes: list[subprocess.Popen[Any]] = []
         self._restore = exit_on_signals()
 
@@ -33,24 +39,29 @@ class Hosts(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self._hosts
 
-    @abstractmethod
     def address(self, host: int) -> str:
         """The address of a host's interface."""
+        return "127.0.0.1"
 
-    @abstractmethod
-    def meeting(self) -> contextlib.AbstractContextManager[dict[str, str]]:
-        """Where torch's processes meet, in its variables."""
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[dict[str, str]]:
+        """Where torch's processes meet, in its variables: a store of ours on the loopback.
 
-    @abstractmethod
+        torch's own, which rank 0 would open, listens on every interface. Told that an agent has one, none is opened.
+        """
+        server = socket.create_server((self.address(0), 0))
+        port = server.getsockname()[1]
+        store = TCPStore(
+            self.address(0), port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+        yield {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        del store
+
     def set_rate(self, host: int, rate: Rate) -> None:
-        """Change a host's link at once, under whatever runs; what waits in its queue is sent at the new rate."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Kill what still runs on the hosts; once is enough, twice does no harm."""
+        """Change a host's link; on the loopback nothing is shaped."""
 
     def start(
         self, host: int, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any
@@ -67,6 +78,23 @@ class Hosts(ABC):
     def _prefix(self, host: int) -> list[str]:
         """What comes before a command, so that it runs there."""
         return []
+
+    def close(self) -> None:
+        """Kill what still runs on the hosts; once is enough, twice does no harm."""
+        try:
+            self._kill()
+        except BaseException:  # Ctrl-C once more: not half done
+            self._kill()
+            raise
+        finally:
+            self._restore.close()
+
+    def _kill(self) -> None:
+        """The processes that were started, and what they have started in their sessions."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def exit_on_signals() -> contextlib.ExitStack:

@@ -1,4 +1,7 @@
-"""Hosts of their own on one machine: a network namespace each, joined by a bridge, with one shaped link a host."""
+"""Hosts of their own on one machine: a network namespace each, joined by a bridge, with one shaped link a host.
+
+iproute2 builds them; all of its commands go through `call`.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,22 @@ import contextlib
 import itertools
 import json
 import os
+import re
+import shlex
+import shutil
+import signal
 import subprocess
-import weakref
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.lab import leftovers
 from gradwire.tools.lab.hosts import Hosts
-from gradwire.tools.lab.iproute import call, find, missing
 from gradwire.tools.lab.rates import UNLIMITED, Link, Rate, Rates, parse_link, parse_links, token_bucket
 
-INTERFACE, BRIDGE = "eth0", "bridge0"
+INTERFACE, BRIDGE, PORT = "eth0", "bridge0", "host"  # PORT and its number: the bridge's end of a host's link
 NETWORK = "10.213.0"  # nothing outside the namespaces sees it, so that several labs may have the same addresses
 # The settings of a namespace, each only where the machine has it and allows it.
 # IPv6: nothing is to be sent that no program has sent. Congestion control: BBR, where it is the machine's default, gave
@@ -28,7 +34,18 @@ echo 1 > ipv6/conf/default/disable_ipv6
 for name in cubic reno; do echo $name > ipv4/tcp_congestion_control && break; done
 true"""
 
+FOLDER = Path("/run/netns")  # where `ip netns` keeps the names
+NAME = re.compile(r"gradwire-(\d+)-\d+(-bridge)?")  # the first number: the process whose lab it is
+KILLED_S = 5.0  # a process that takes longer to die waits for a disk: its namespace ends with it
+
+SYSTEM_PATH = "/usr/local/sbin:/usr/sbin:/sbin"  # not everybody's PATH has them
+CAPABILITIES = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}  # bits; in a container root may lack them
+
 _numbers = itertools.count()
+
+
+class LabError(Exception):
+    """A command of iproute2 has failed; the message has its words."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +77,19 @@ class Lab(Hosts):
                 f"a lab of network namespaces needs {lacking}. Without it, `gradwire lab --loopback` runs the same "
                 "processes on 127.0.0.1, unshaped"
             )
-        leftovers.clean()
+        clean()
         numbers = [next(_numbers) for _ in range(hosts)]
         self.names = [f"gradwire-{os.getpid()}-{number}" for number in numbers]
         self.bridge = f"{self.names[0]}-bridge"
-        everything = [*self.names, self.bridge]
-        leftovers.in_use.update(everything)
-        super().__init__()
-        self._end = weakref.finalize(self, _end, everything, self._processes, os.getpid())
+        super().__init__(hosts)
         try:
             self._build()
         except BaseException:
             self.close()
             raise
 
-    def __len__(self) -> int:
-        return len(self.names)
-
     def _build(self) -> None:
+        remove([self.bridge, *self.names])  # of a killed process that had our number
         for name in (self.bridge, *self.names):
             call("ip", "netns", "add", name)
             call("ip", "netns", "exec", name, "sh", "-c", SETTINGS)
@@ -85,7 +97,7 @@ class Lab(Hosts):
         call(*within, "add", "name", BRIDGE, "type", "bridge", "stp_state", "0", "mcast_snooping", "0")
         call(*within, "set", "dev", BRIDGE, "up")
         for host, name in enumerate(self.names):
-            port = _port(host)
+            port = f"{PORT}{host}"
             call(*within, "add", "name", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             call(*within, "set", "dev", port, "master", BRIDGE)
             call("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
@@ -103,13 +115,14 @@ class Lab(Hosts):
         yield {}
 
     def set_rate(self, host: int, rate: Rate) -> None:
+        """Change a host's link at once, under whatever runs; what waits in its queue is sent at the new rate."""
         link = parse_link(rate)
         self._shape(host, self.links[host], link)
         self.links[host] = link
 
     def _shape(self, host: int, before: Link, link: Link) -> None:
         _shape(self.names[host], INTERFACE, before.up, link.up)
-        _shape(self.bridge, _port(host), before.down, link.down)
+        _shape(self.bridge, f"{PORT}{host}", before.down, link.down)
 
     def _prefix(self, host: int) -> list[str]:
         return [find("ip") or "ip", "netns", "exec", self.names[host]]
@@ -120,17 +133,13 @@ class Lab(Hosts):
         sent, received = shown["stats64"]["tx"], shown["stats64"]["rx"]
         return Counters(sent["bytes"], sent["packets"], received["bytes"], received["packets"])
 
-    def close(self) -> None:
-        """Kill what still runs in the namespaces and delete them; once is enough, twice does no harm."""
-        try:
-            self._end()
-        finally:
-            self._restore.close()
-
-
-def _port(host: int) -> str:
-    """The bridge's end of a host's link."""
-    return f"host{host}"
+    def _kill(self) -> None:
+        """What runs in the namespaces, and these too."""
+        for process in self._processes:  # those too that `ip netns exec` has not yet brought into their namespace
+            process.kill()
+        remove([*self.names, self.bridge])
+        for process in self._processes:
+            process.wait()
 
 
 def _shape(namespace: str, device: str, before: float | None, mbit: float | None) -> None:
@@ -141,21 +150,85 @@ def _shape(namespace: str, device: str, before: float | None, mbit: float | None
         call("tc", "-n", namespace, "qdisc", "delete", *where)
 
 
-def _end(names: list[str], processes: list[subprocess.Popen[Any]], owner: int) -> None:
-    if os.getpid() != owner:
-        return  # a fork of the lab's process, which has not made it
+def clean() -> list[str]:
+    """Remove the namespaces of labs whose process is gone (SIGKILL leaves them), and return their names."""
+    names = sorted(path.name for path in FOLDER.glob("gradwire-*") if is_left_over(path.name))
+    remove(names)
+    return names
+
+
+def is_left_over(name: str) -> bool:
+    """Whether the process that made a namespace is gone."""
+    match = NAME.fullmatch(name)
+    return match is not None and not runs(int(match[1]))
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process; a zombie's work is over."""
     try:
-        _kill(names, processes)
-    except BaseException:  # Ctrl-C once more: not half done
-        _kill(names, processes)
-        raise
-    finally:
-        leftovers.in_use.difference_update(names)
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
-def _kill(names: list[str], processes: list[subprocess.Popen[Any]]) -> None:
-    for process in processes:  # those too that `ip netns exec` has not yet brought into their namespace
-        process.kill()
-    leftovers.remove(names)
-    for process in processes:
-        process.wait()
+def remove(names: Iterable[str]) -> None:
+    """Kill what runs in these namespaces and delete them. Those that are gone already are none of our business."""
+    present = [name for name in names if (FOLDER / name).exists()]
+    deadline = time.monotonic() + KILLED_S
+    while kill(present) and time.monotonic() < deadline:  # again: what has been killed may have started another
+        time.sleep(0.01)
+    for name in present:
+        try:
+            call("ip", "netns", "delete", name)
+        except LabError:
+            if (FOLDER / name).exists():  # otherwise another process has cleaned up at the same time
+                raise
+
+
+def kill(names: Iterable[str]) -> int:
+    """Kill every process in these namespaces, and return how many there were."""
+    pids = []
+    for name in names:
+        with contextlib.suppress(LabError):
+            pids += call("ip", "netns", "pids", name).split()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return len(pids)
+
+
+def missing() -> str:
+    """What this machine lacks for network namespaces of our own, in words; empty where nothing is missing."""
+    if sys.platform != "linux":
+        return "Linux: network namespaces are its own"
+    lacking = [f"the command {name} (package iproute2)" for name in ("ip", "tc") if find(name) is None]
+    if os.geteuid() != 0:
+        lacking.append("root: try sudo")
+    else:
+        lacking += [f"{name}, which this container's root has not" for name in CAPABILITIES if not holds(name)]
+    return ", ".join(lacking)
+
+
+def find(name: str) -> str | None:
+    """Where a program is."""
+    return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), SYSTEM_PATH]))
+
+
+def holds(capability: str) -> bool:
+    """Whether this process has a capability."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAPABILITIES[capability] & 1)
+    return False
+
+
+def call(*words: str) -> str:
+    """Run ip or tc and return what it prints."""
+    # in a session of its own: Ctrl-C on a terminal must not end the command that cleans up
+    command = [find(words[0]) or words[0], *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise LabError(f"`{shlex.join(words)}` failed: {said}")
+    return done.stdout

@@ -27,12 +27,16 @@ from gradwire.exchange.courier import begin_gather
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
 from gradwire.moments import Recorder
+from gradwire.plan.choose import choose
 from gradwire.plan.costs import Dry, usual
 from gradwire.plan.crowding import crowded
 from gradwire.plan.model import FLOAT_BYTES, Cost, Network, Work
+from gradwire.plan.probe import probe
+from gradwire.tools.plan.report import PlanReport
+from gradwire.tools.progress import Bars
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.settings import TrainingPlan
-from gradwire.tools.train.worker_group import WorkerGroup
+from gradwire.tools.train.worker_group import WorkerGroup, joined
 
 WARM = 3  # steps: DDP has its final buckets from the second on
 PLAIN_STEPS, PLAIN_S = 20, 5.0
@@ -260,3 +264,21 @@ def take(rehearsal: Rehearsal, bucket: GradBucket) -> Future[Tensor]:
     done: Future[Tensor] = Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
     done.set_result(buffer)
     return done
+
+
+def measured(
+    plan: TrainingPlan, methods: Mapping[str, Compressor], margin: float, show: Callable[[PlanReport], None]
+) -> None:
+    """Join the others, measure the link and rehearse, and show what follows from it on rank 0: all come to the same."""
+    with joined(plan.settings.device) as group:
+        with Bars(hidden=not group.leads, stderr=True, transient=True) as bars:
+            tasks = {name: bars.begin(name, None) for name in ("link", "plain steps", "settling", "dry run", "laps")}
+            assert dist.group.WORLD is not None
+            network = probe(dist.group.WORLD, group.device)
+            bars.update(tasks["link"], completed=1, total=1)
+            rehearsal = Rehearsal(plan, group, lambda what, n, of: bars.update(tasks[what], completed=n, total=of))
+            work, costs = rehearsal.rehearse(list(methods.items()), network)
+        if group.leads:
+            title = f"{plan.task.name} on {group.device.type}"
+            show(PlanReport(title, work, network, costs, choose(work, network, costs, margin)))
+        group.barrier()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.lab.rates import MOST_HOSTS, parse_link
 from gradwire.tools.race import race_methods
 from gradwire.tools.train.settings import Settings, TrainingPlan, check
@@ -32,7 +32,7 @@ class RaceRun:
     every: int = 5  # steps between two tests
     limit_s: float = 600.0
     limit_steps: int = 3000
-    data: str = field(default="")
+    data: str = ""
 
     def key(self) -> dict[str, str]:
         """What a row of results is about, as text: two runs with the same answer are the same run."""
@@ -84,8 +84,6 @@ def check_numbers(run: RaceRun) -> None:
         raise InputError(f"--hosts {run.hosts}: from 2 to {MOST_HOSTS} can race")
     if not 0 < run.target <= 1:
         raise InputError(f"--target {run.target}: an accuracy between 0 and 1, such as 0.97")
-    for option, value in {"--every": run.every, "--limit-steps": run.limit_steps}.items():
-        if value < 1:
-            raise InputError(f"{option} must be 1 or more, not {value}")
+    at_least({"--every": (run.every, 1), "--limit-steps": (run.limit_steps, 1)})
     if not 0 < run.limit_s < float("inf"):
         raise InputError(f"--limit-s must be a positive number of seconds, not {run.limit_s}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.simulation.random_state import seed_worker
 from gradwire.tools.race import race_methods
 from gradwire.tools.race.contest import SCORE, RaceRun
-from gradwire.tools.race.events import Event, Teller, arguments
+from gradwire.tools.race.events import Event, Teller, teller
 from gradwire.tools.race.race_methods import Method
 from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.settings import TrainingPlan
@@ -89,21 +90,17 @@ class Contestant:
 def interface_bytes() -> int:
     """What this host's interface has sent since it is there."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
-    for line in Path("/proc/net/dev").read_text(encoding="utf-8").splitlines():
-        interface, _, numbers = line.partition(":")
-        if interface.strip() == name:
-            return int(numbers.split()[8])
-    return 0
+    return int(Path(f"/sys/class/net/{name}/statistics/tx_bytes").read_text(encoding="utf-8"))
 
 
 def main() -> None:
     """`python -m gradwire.tools.race.contestant SETTINGS FILE`, once a host."""
-    settings, path = arguments(sys.argv)
+    settings, path = json.loads(sys.argv[1]), sys.argv[2]
     run = RaceRun(**settings)
     plan, method = run.plan(), race_methods.parse(run.method)
     with joined("cpu") as group:
         Contestant(run, plan, method, group).train(WARM)
-        Contestant(run, plan, method, group).race(Teller(path, group.rank))
+        Contestant(run, plan, method, group).race(teller(path, group.rank))
 
 
 if __name__ == "__main__":

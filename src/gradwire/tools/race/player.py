@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from statistics import median
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.exchange.courier import begin_gather
-from gradwire.tools.race.events import Teller, arguments
+from gradwire.tools.race.events import teller
 from gradwire.tools.race.replay import Case, Setting
 from gradwire.tools.train.worker_group import joined
 from gradwire.tools.train.worker_process import run_reporting_errors
@@ -59,10 +60,10 @@ class Player:
 
 def main() -> None:
     """`python -m gradwire.tools.race.player SETTINGS FILE`, once a host."""
-    settings, path = arguments(sys.argv)
+    settings, path = json.loads(sys.argv[1]), sys.argv[2]
     setting = Setting(**settings["setting"])
     with joined("cpu") as group:
-        tell = Teller(path, group.rank)
+        tell = teller(path, group.rank)
         for number, case in enumerate(settings["cases"]):
             tell({"case": number, "ms_a_step": Player(Case(**case), setting).measure(setting.steps)})
 

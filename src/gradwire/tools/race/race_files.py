@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.events import Event
-from gradwire.tools.result_files import append, read
+from gradwire.tools.result_files import append, keep, read
 
 Row = dict[str, str]
 REACHED = "reached"
@@ -39,12 +39,7 @@ class RaceFiles:
         """What a run that was cut, or had lower limits, has left goes away."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in (self.results, self.trace):
-            rows = _rows(path)
-            kept = [row for row in rows if not _is_of(row, run)]
-            if len(kept) < len(rows):
-                path.unlink()
-                for row in kept:
-                    append(path, row)
+            keep(path, [row for row in _rows(path) if not _is_of(row, run)])
 
     def test(self, run: RaceRun, standing: Event) -> None:
         """One more row of the trace."""

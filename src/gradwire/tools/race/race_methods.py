@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -56,10 +57,10 @@ def parse(text: str) -> Method:
         begin, buckets = _of_torch(spec, rest)
         return Method(text, begin, factor, buckets)
     if kind == "python":
-        return Method(text, _of_python(spec, rest), factor)
+        return Method(text, partial(_call, _function(spec, rest)), factor)
     compressor = _ours(spec)
     momentum = 0.0 if isinstance(compressor, str) else compressor.own_momentum  # "auto" has none
-    return Method(text, _attaching(compressor), factor, momentum=momentum)
+    return Method(text, partial(_attach, compressor), factor, momentum=momentum)
 
 
 def _factor(text: str, times: str) -> float:
@@ -81,16 +82,13 @@ def _ours(spec: str) -> Compressor | str:
         raise InputError(f"method {spec!r}: {error}{hint}") from error
 
 
-def _attaching(compressor: Compressor | str) -> Begin:
-    def begin(model: DistributedDataParallel) -> Sent:
-        wire = gradwire.attach(model, compressor)
-        return lambda steps: wire.stats().bytes_sent
-
-    return begin
+def _attach(compressor: Compressor | str, model: DistributedDataParallel) -> Sent:
+    wire = gradwire.attach(model, compressor)
+    return lambda steps: wire.stats().bytes_sent
 
 
-def _of_python(spec: str, rest: str) -> Begin:
-    """A function that takes the DistributedDataParallel model and registers a hook; found from the current folder."""
+def _function(spec: str, rest: str) -> Callable[..., Any]:
+    """Takes the DistributedDataParallel model and registers a hook; found from the current folder."""
     module, _, name = rest.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -100,67 +98,60 @@ def _of_python(spec: str, rest: str) -> Begin:
         raise InputError(f"method {spec!r}: write python:module.function, of a module to import ({error})") from error
     if not callable(function):
         raise InputError(f"method {spec!r}: {rest} is no function")
+    return function  # type: ignore[no-any-return]
 
-    def begin(model: DistributedDataParallel) -> Sent:
-        function(model)
-        return lambda steps: None
 
-    return begin
+def _call(function: Callable[..., Any], model: DistributedDataParallel) -> Sent:
+    function(model)
+    return lambda steps: None
 
 
 def _of_torch(spec: str, rest: str) -> tuple[Begin, dict[str, Any]]:
     name, _, options = rest.partition(":")
     if name not in TORCH:
         raise InputError(f"method {spec!r} does not exist. torch's: {', '.join(f'torch:{name}' for name in TORCH)}")
-    make, known, buckets = TORCH[name]
-    given = dict(known)
+    begin, known, buckets = TORCH[name]
+    given = {}
     for option in filter(None, options.split(",")):
         key, _, value = (part.strip() for part in option.partition("="))
         if key not in known or not value.isdecimal() or int(value) < 1:
             takes = f"whole numbers from 1 for {', '.join(known)}" if known else "no options"
             raise InputError(f"method {spec!r}: {option!r} is not possible; torch:{name} takes {takes}")
         given[key] = int(value)
-    return make(**given), buckets
+    return partial(begin, **given), buckets
 
 
-def _allreduce() -> Begin:
+def _allreduce(model: DistributedDataParallel) -> Sent:
     """Plain DistributedDataParallel."""
-    return lambda model: lambda steps: steps * FLOAT_BYTES * _size(model)
+    return lambda steps: steps * FLOAT_BYTES * _size(model)
 
 
-def _fp16() -> Begin:
-    def begin(model: DistributedDataParallel) -> Sent:
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        return lambda steps: steps * FLOAT_BYTES // 2 * _size(model)
-
-    return begin
+def _fp16(model: DistributedDataParallel) -> Sent:
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return lambda steps: steps * FLOAT_BYTES // 2 * _size(model)
 
 
-def _powersgd(rank: int, start: int) -> Begin:
+def _powersgd(model: DistributedDataParallel, rank: int = 1, start: int = 2) -> Sent:
     """start: steps of plain all-reduce before it; torch wants at least 2 of them."""
+    first = max(2, start)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=first)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    def begin(model: DistributedDataParallel) -> Sent:
-        first = max(2, start)
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=first)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    def sent(steps: int) -> int:
+        plain = min(steps, first)
+        return FLOAT_BYTES * (plain * _size(model) + int(state.total_numel_after_compression))
 
-        def sent(steps: int) -> int:
-            plain = min(steps, first)
-            return FLOAT_BYTES * (plain * _size(model) + int(state.total_numel_after_compression))
-
-        return sent
-
-    return begin
+    return sent
 
 
 def _size(model: DistributedDataParallel) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-# name: how it is made, its options, its buckets. PowerSGD's later sums of a bucket begin when the first has come, in
+# name: how it begins, its options, its buckets. PowerSGD's later sums of a bucket begin when the first has come, in
 # another order on another rank: with more than one bucket it hangs on Gloo.
-TORCH: dict[str, tuple[Callable[..., Begin], dict[str, int], dict[str, Any]]] = {
-    "allreduce": (_allreduce, {}, {}),
-    "fp16": (_fp16, {}, {}),
-    "powersgd": (_powersgd, {"rank": 1, "start": 2}, ONE_BUCKET),
+TORCH: dict[str, tuple[Callable[..., Sent], tuple[str, ...], dict[str, Any]]] = {
+    "allreduce": (_allreduce, (), {}),
+    "fp16": (_fp16, (), {}),
+    "powersgd": (_powersgd, ("rank", "start"), ONE_BUCKET),
 }

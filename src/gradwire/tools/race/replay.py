@@ -10,16 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.race import events
-from gradwire.tools.race.trace import ByteTrace
+from gradwire.tools.race.trace import ByteTrace, Sample
 
 HOST = "gradwire.tools.race.player"
 MIB = 1 << 20
 FIRST_BUCKET = MIB  # DistributedDataParallel's first is small, so that something is sent early
 COLLECTIVES = ("gather", "sum")
-BESIDE = {"dense": 1.0, "bf16": 0.5}  # sums beside the trace: their part of the dense bytes
-DTYPES = {"dense": "float32", "bf16": "bfloat16"}
+BESIDE = {"dense": ("float32", 1.0), "bf16": ("bfloat16", 0.5)}  # sums beside the trace: their part of the dense bytes
 
 Row = dict[str, Any]
 
@@ -50,10 +49,7 @@ class Setting:
     bucket_mib: float = 25.0
 
     def __post_init__(self) -> None:
-        least = {"--hosts": (self.hosts, 2), "--workers": (self.workers, 2), "--steps": (self.steps, 1)}
-        for option, (value, bound) in least.items():
-            if value < bound:
-                raise InputError(f"{option} must be {bound} or more, not {value}")
+        at_least({"--hosts": (self.hosts, 2), "--workers": (self.workers, 2), "--steps": (self.steps, 1)})
         if self.hosts > self.workers:
             raise InputError(f"--hosts {self.hosts} for {self.workers} workers: no more hosts than workers")
         if not 0 <= self.compute_ms < float("inf"):
@@ -86,17 +82,19 @@ def parts_of(dense_bytes: float, bucket_mib: float) -> list[float]:
 def cases(trace: ByteTrace, setting: Setting, collective: str, beside: Sequence[str]) -> list[Case]:
     """The samples of the trace, and one of each sum beside it."""
     dense = trace.samples[0].dense_bytes
-    found = [_case("trace", collective, "float32", s.place, s.n_bytes, s.dense_bytes, setting) for s in trace.samples]
-    sums = [(name, BESIDE[name] * dense) for name in beside]
-    return found + [_case(name, "sum", DTYPES[name], 0, n_bytes, dense, setting) for name, n_bytes in sums]
+    found = [_case("trace", collective, "float32", sample, setting) for sample in trace.samples]
+    for name in beside:
+        dtype, part = BESIDE[name]
+        found.append(_case(name, "sum", dtype, Sample(0, part * dense, dense), setting))
+    return found
 
 
-def _case(what: str, collective: str, dtype: str, place: int, n_bytes: float, dense: float, setting: Setting) -> Case:
-    parts, mine = parts_of(dense, setting.bucket_mib), on_host(n_bytes, collective, setting.workers, setting.hosts)
+def _case(what: str, collective: str, dtype: str, sample: Sample, setting: Setting) -> Case:
+    parts = parts_of(sample.dense_bytes, setting.bucket_mib)
+    mine = on_host(sample.n_bytes, collective, setting.workers, setting.hosts)
     buckets = [max(4, round(mine * part)) for part in parts]
-    return Case(
-        what, collective, dtype, place, n_bytes, link_bytes(n_bytes, collective, setting.workers), buckets, parts
-    )
+    on_link = link_bytes(sample.n_bytes, collective, setting.workers)
+    return Case(what, collective, dtype, sample.place, sample.n_bytes, on_link, buckets, parts)
 
 
 def replay(

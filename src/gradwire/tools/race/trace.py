@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gradwire.exchange.counting import Stats
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.result_files import append, read
 
 BYTES, DENSE = ("bytes_a_step", "bytes"), ("dense_bytes_a_step", "dense_bytes")  # of an experiment, of StepBytes
@@ -41,8 +41,7 @@ class ByteTrace:
 
 def load(path: Path, n_samples: int) -> ByteTrace:
     """The samples of a file with a row an epoch (`gradwire experiment`) or a row a step (`StepBytes`)."""
-    if n_samples < 1:
-        raise InputError(f"--samples must be 1 or more, not {n_samples}")
+    at_least({"--samples": (n_samples, 1)})
     if not path.is_file():
         raise InputError(f"{path} is no file")
     try:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.classification import Classification
-from gradwire.tools.train.task import Defaults, Schedule, Task, TaskKind, schedules
+from gradwire.tools.train.task import Schedule, Task, TaskKind
 
 # MD5 of the files of the original cifar-10-binary.tar.gz
 FILES = {
@@ -105,10 +105,8 @@ KIND = TaskKind(
     name="cifar10",
     about="--data DIR with the official binary files",
     open=open_cifar10,
-    defaults=Defaults(
-        epochs=300,
-        batch=64,
-        schedules=schedules(adam=Schedule(1e-3), sgd=Schedule(0.05, times_workers=True, halve_every=25)),
-        weight_decay=5e-4,
-    ),
+    epochs=300,
+    batch=64,
+    sgd=Schedule(0.05, times_workers=True, halve_every=25),
+    weight_decay=5e-4,
 )

@@ -58,7 +58,8 @@ def run_demo(methods: dict[str, TrainingPlan], csv_path: Path | None = None) -> 
         if group.leads:
             Console().print(table(records))
             if csv_path is not None:
-                write_csv(csv_path, records)
+                rows = [{**record, **provenance()} for record in records]
+                write_atomic(csv_path, csv_text(list(rows[0]), rows))
 
 
 def describe(trainer: Trainer) -> Record:
@@ -79,12 +80,6 @@ def describe(trainer: Trainer) -> Record:
         "seed": plan.settings.seed,
     }
     return {key: str(value) if isinstance(value, int) else f"{value:.6g}" for key, value in figures.items()}
-
-
-def write_csv(path: Path, records: Sequence[Record]) -> None:
-    """One row a method, with what it was measured on and by."""
-    rows = [{**record, **provenance()} for record in records]
-    write_atomic(path, csv_text(list(rows[0]), rows))
 
 
 def table(records: Sequence[Record]) -> Table:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train.classification import Classification
-from gradwire.tools.train.task import Defaults, Schedule, Task, TaskKind, schedules
+from gradwire.tools.train.task import Task, TaskKind
 
 # bytes and MD5 of the official files, unpacked
 FILES = {
@@ -76,5 +76,6 @@ KIND = TaskKind(
     name="fashion",
     about="--data DIR with Fashion-MNIST's official files",
     open=open_fashion,
-    defaults=Defaults(epochs=4, batch=32, schedules=schedules(adam=Schedule(1e-3), sgd=Schedule(0.1))),
+    epochs=4,
+    batch=32,
 )

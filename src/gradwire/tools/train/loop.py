@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -11,9 +12,8 @@ from torch import Tensor
 import gradwire
 from gradwire.simulation.random_state import seed_worker
 from gradwire.tools.train import optimizers, sharding
-from gradwire.tools.train.metrics import Row, Traffic
+from gradwire.tools.train.metrics import Row, RunState, Traffic
 from gradwire.tools.train.reporter import Reporter
-from gradwire.tools.train.run_state import RunState
 from gradwire.tools.train.settings import TrainingPlan
 from gradwire.tools.train.worker_group import WorkerGroup
 
@@ -32,14 +32,13 @@ class Trainer:
         self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
         self.state = RunState()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=group.device)  # this worker's, in this epoch
-        self.base = Traffic()  # what the wire had counted when the epoch, or this process, began
         seed_worker(plan.settings.seed, group.rank)
 
     def run(self, save: Callable[[], None] | None = None) -> None:
         """Train to the last epoch, saving after every epoch and every `save_every` steps."""
         done = self.state.step
-        self.reporter.begin(self.plan.title, done, done + self.steps_left(), self.plan.epochs)
-        self.base = Traffic.of(self.wire.stats())
+        left = self.steps_left() + self.epoch_steps() * max(0, self.plan.epochs - self.state.epoch - 1)
+        self.reporter.begin(self.plan.title, done, done + left, self.plan.epochs)
         while self.state.epoch < self.plan.epochs:
             self.run_epoch(save)
             self.close_epoch()
@@ -51,19 +50,16 @@ class Trainer:
         plan, group, state = self.plan, self.group, self.state
         optimizers.set_learning_rate(self.optimizer, plan.schedule.at(state.epoch, group.world))
         order = sharding.epoch_order(plan.task.samples, plan.settings.seed, state.epoch)
-        left = self.epoch_steps_left()
-        for indices in sharding.batches(order, group.rank, group.world, plan.batch, state.position):
-            if left == 0:
-                break
+        batches = sharding.batches(order, group.rank, group.world, plan.batch, state.position)
+        for indices in islice(batches, self.steps_left()):
             start = time.perf_counter()
             loss = self.take_step(indices)
             group.synchronize()
             state.seconds += time.perf_counter() - start
-            left -= 1
             if self.reporter.due():
-                sent = Traffic.of(self.wire.stats()) - self.base + state.traffic + state.total
-                self.reporter.step(state.step, state.epoch + 1, loss.item(), sent.bytes_sent / 1e6)
-            if save and left and plan.settings.save_every and state.step % plan.settings.save_every == 0:
+                sent = self.wire.stats().bytes_sent + state.traffic.bytes_sent + state.total.bytes_sent
+                self.reporter.step(state.step, state.epoch + 1, loss.item(), sent / 1e6)
+            if save and plan.settings.save_every and state.step % plan.settings.save_every == 0 and self.steps_left():
                 save()
 
     def take_step(self, indices: Tensor) -> Tensor:
@@ -83,13 +79,13 @@ class Trainer:
         """The state with what this process has added to it: to be saved, or to close the epoch. All ranks."""
         self.state.loss_sum += float(self.group.sum(self.loss_sum))
         self.loss_sum.zero_()
-        now = Traffic.of(self.wire.stats())
-        self.state.traffic += now - self.base
-        self.base = now
+        self.state.traffic += Traffic.of(self.wire.stats())
+        self.wire.reset_stats()
         return self.state
 
     def close_epoch(self) -> None:
         """Test the model and write down the epoch."""
+        delay = self.wire.stats().delay
         state, plan = self.gather_state(), self.plan
         row: Row = {
             "epoch": state.epoch + 1,
@@ -101,24 +97,19 @@ class Trainer:
             "workers": self.group.world,
             "learning_rate": plan.schedule.at(state.epoch, self.group.world),
             **state.traffic.per_step(self.parameters),
-            "delay": float(self.wire.stats().delay),
+            "delay": delay,
         }
         state.next_epoch(row)
         self.reporter.epoch(row, plan.task.scores[0], state.total.bytes_sent / 1e6)
 
-    def epoch_steps_left(self) -> int:
+    def epoch_steps(self) -> int:
+        """Steps of a whole epoch."""
+        whole = sharding.steps_left(self.plan.task.samples, self.group.world, self.plan.batch)
+        return min(whole, self.plan.settings.steps_per_epoch or whole)
+
+    def steps_left(self) -> int:
         """Steps this epoch still has, here and now."""
         plan, state = self.plan, self.state
         left = sharding.steps_left(plan.task.samples, self.group.world, plan.batch, state.position)
-        return (
-            min(left, max(0, plan.settings.steps_per_epoch - state.epoch_step))
-            if plan.settings.steps_per_epoch
-            else left
-        )
-
-    def steps_left(self) -> int:
-        """Steps to the end of the run, for the progress bar."""
-        plan, state = self.plan, self.state
-        whole = sharding.steps_left(plan.task.samples, self.group.world, plan.batch)
-        whole = min(whole, plan.settings.steps_per_epoch) if plan.settings.steps_per_epoch else whole
-        return self.epoch_steps_left() + whole * max(0, plan.epochs - state.epoch - 1)
+        limit = plan.settings.steps_per_epoch
+        return min(left, max(0, limit - state.epoch_step)) if limit else left

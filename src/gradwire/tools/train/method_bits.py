@@ -58,14 +58,14 @@ def choose(specs: Sequence[str]) -> list[Compressor]:
 
 def record(on_step: Callable[[], None] = lambda: None) -> GradientTrace:
     """Trains the digits, uncompressed, and keeps what each worker computed in the last steps."""
-    task, defaults = digits.open_digits(None), digits.KIND.defaults
+    task, kind = digits.open_digits(None), digits.KIND
     torch.manual_seed(SEED)
     model = task.make_model()
     named = dict(model.named_parameters())
     trace = GradientTrace(Layout.of((name, tensor.shape) for name, tensor in named.items()))
-    optimizer = optimizers.make("adam", named.values(), defaults.schedules["adam"].base, defaults.weight_decay)
+    optimizer = optimizers.make("adam", named.values(), kind.adam.base, kind.weight_decay)
     recorder = Recorder(model, named, strict=True)
-    of_workers = (sharding.endless(task.samples, SEED, rank, WORKERS, defaults.batch) for rank in range(WORKERS))
+    of_workers = (sharding.endless(task.samples, SEED, rank, WORKERS, kind.batch) for rank in range(WORKERS))
     steps = zip(range(TRAINED + SETTLED + COUNTED), *of_workers, strict=False)
     for step, *batches in steps:
         pairs = [_look(task, model, recorder, indices) for _, indices in batches]
@@ -104,11 +104,8 @@ def measure(compressor: Any, trace: GradientTrace) -> Entry:
     method = type(compressor)
     values = ((option.name, getattr(compressor, option.name)) for option in fields(compressor))
     options = ", ".join(f"{name}={value}".lower() for name, value in values)
-    return Entry(to_spec(compressor), _first_line(method.__doc__), options, paper_of(method), bits)
-
-
-def _first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
+    about = (method.__doc__ or "").strip().partition("\n")[0]
+    return Entry(to_spec(compressor), about, options, paper_of(method), bits)
 
 
 def paper_of(method: type[Any]) -> str:

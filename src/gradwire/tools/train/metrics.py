@@ -1,4 +1,4 @@
-"""What a run measures: traffic that adds up, one CSV row an epoch, and a summary of the whole."""
+"""What a run counts: where it stands, traffic that adds up, one CSV row an epoch, and a summary of the whole."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 
 import gradwire
 from gradwire.state.durable_files import write_atomic
-from gradwire.tools.result_files import csv_text, json_text
+from gradwire.tools.result_files import csv_text
 
 if TYPE_CHECKING:
     from gradwire.exchange.counting import Stats
@@ -54,9 +54,6 @@ class Traffic:
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
-    def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
-
     def per_step(self, parameters: int) -> Row:
         """What the columns of metrics.csv say about these steps."""
         steps = max(self.steps, 1)
@@ -71,6 +68,39 @@ class Traffic:
         }
 
 
+@dataclass
+class RunState:
+    """Where a run stands: all that a checkpoint keeps besides tensors."""
+
+    epoch: int = 0  # epochs finished
+    step: int = 0
+    epoch_step: int = 0
+    position: int = 0  # samples of this epoch used by all workers together
+    loss_sum: float = 0.0  # over those samples, all workers
+    seconds: float = 0.0  # of training in this epoch
+    traffic: Traffic = field(default_factory=Traffic)  # of rank 0 in this epoch
+    total: Traffic = field(default_factory=Traffic)  # of rank 0 in the epochs before
+    rows: list[Row] = field(default_factory=list)
+
+    def next_epoch(self, row: Row) -> None:
+        """Close the epoch with its row of metrics."""
+        self.rows.append(row)
+        self.total += self.traffic
+        self.epoch += 1
+        self.epoch_step = self.position = 0
+        self.loss_sum = self.seconds = 0.0
+        self.traffic = Traffic()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Numbers, lists and dicts only: what torch.load(weights_only=True) takes."""
+        return asdict(self)
+
+    @staticmethod
+    def from_plain(plain: dict[str, Any]) -> RunState:
+        traffic, total = Traffic(**plain["traffic"]), Traffic(**plain["total"])
+        return RunState(**{**plain, "traffic": traffic, "total": total})
+
+
 def columns(scores: Sequence[str]) -> list[str]:
     """The columns of metrics.csv. Bytes, ratio and times: of the epoch, of rank 0; `seconds` is training alone."""
     before = ["epoch", "step", "train_loss", *scores, "seconds", "ms_per_step", "workers", "learning_rate"]
@@ -83,8 +113,9 @@ def write_csv(path: Path, rows: Sequence[Row], scores: Sequence[str]) -> None:
     write_atomic(path, csv_text(columns(scores), written))
 
 
-def summarise(plan: TrainingPlan, parameters: int, device: str, rows: Sequence[Row], total: Traffic) -> dict[str, Any]:
+def summarise(plan: TrainingPlan, parameters: int, device: str, state: RunState) -> dict[str, Any]:
     """How the run was started, with what, and how it ended."""
+    rows, total = state.rows, state.total + state.traffic
     return {
         "command": shlex.join(["gradwire", *sys.argv[1:]]),
         "finished": len(rows) >= plan.epochs,
@@ -109,8 +140,3 @@ def summarise(plan: TrainingPlan, parameters: int, device: str, rows: Sequence[R
         "total": {**asdict(total), **total.per_step(parameters)},
         "seconds": sum(row["seconds"] for row in rows),
     }
-
-
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """summary.json."""
-    write_atomic(path, json_text(summary))

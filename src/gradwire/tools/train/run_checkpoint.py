@@ -14,8 +14,8 @@ from gradwire.simulation import random_state as randomness
 from gradwire.state import manifest
 from gradwire.state.durable_files import write_atomic
 from gradwire.tools.train.loop import Trainer
+from gradwire.tools.train.metrics import RunState
 from gradwire.tools.train.run_directory import LATEST, Checkpoint, checkpoint_path
-from gradwire.tools.train.run_state import RunState
 
 TRAINING, WIRE = "training.pt", "wire"
 
@@ -42,14 +42,9 @@ def save(trainer: Trainer, out: Path) -> None:
             "generators": generators,
         }
         torch.save(content, unfinished / TRAINING)
-        write_manifest(unfinished, state, group.world)
+        manifest.seal(unfinished, workers=group.world, epoch=state.epoch, step=state.step)
         publish(unfinished, final)
     group.barrier()
-
-
-def write_manifest(folder: Path, state: RunState, workers: int) -> None:
-    """List every file with its digest, all of it on the disk, and say where the run stands."""
-    manifest.seal(folder, workers=workers, epoch=state.epoch, step=state.step)
 
 
 def publish(unfinished: Path, final: Path) -> None:

@@ -56,8 +56,8 @@ def inspect(
     """
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file, a folder was expected")
-    if is_locked(out):
-        raise InputError(f"another run is writing to {out}: wait for it, or choose another --out")
+    if os.path.lexists(out / LOCK):
+        os.close(take_lock(out))
     if not (out / IDENTITY).exists():
         refuse_foreign_files(out)
         if resume and not restarted:
@@ -146,18 +146,15 @@ def begin(out: Path, identity: dict[str, Any], checkpoint: Checkpoint | None) ->
             shutil.rmtree(leftover)
 
 
-def is_locked(out: Path) -> bool:
-    """Whether a living process holds the lock of `out`."""
-    if not os.path.lexists(out / LOCK):
-        return False
+def take_lock(out: Path) -> int:
+    """The lock of `out`, until its handle is closed; an InputError where a living process holds it."""
     handle = open_lock(out)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
     except BlockingIOError:
-        return True
-    finally:
         os.close(handle)
+        raise InputError(f"another run is writing to {out}: wait for it, or choose another --out") from None
+    return handle
 
 
 def open_lock(out: Path) -> int:
@@ -176,12 +173,8 @@ def open_lock(out: Path) -> int:
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of `out`; the system lets it go when the process dies, however it dies."""
     out.mkdir(parents=True, exist_ok=True)
-    handle = open_lock(out)
+    handle = take_lock(out)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another run is writing to {out}: wait for it, or choose another --out") from None
         yield
     finally:
         os.close(handle)

@@ -11,7 +11,7 @@ from gradwire.errors import AttachError
 from gradwire.exchange import budget
 from gradwire.exchange.room import Capacity, most_buckets
 from gradwire.methods import Compressor, from_spec, to_spec
-from gradwire.tools.input_errors import InputError
+from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.train import optimizers, tasks
 from gradwire.tools.train.task import Schedule, Task
 from gradwire.tools.train.worker_group import TIMEOUT_S
@@ -83,8 +83,7 @@ def check(settings: Settings) -> TrainingPlan:
     optimizers.find(settings.optimizer)
     compressor = make_compressor(settings.compressor)
     check_numbers(settings)
-    defaults = kind.defaults
-    schedule = defaults.schedules[settings.optimizer]
+    schedule = kind.schedule(settings.optimizer)
     if settings.learning_rate is not None:
         schedule = Schedule(settings.learning_rate, halve_every=schedule.halve_every)
     plan = TrainingPlan(
@@ -92,9 +91,9 @@ def check(settings: Settings) -> TrainingPlan:
         task=kind.open(settings.data),
         compressor=compressor,
         schedule=schedule,
-        epochs=defaults.epochs if settings.epochs is None else settings.epochs,
-        batch=defaults.batch if settings.batch is None else settings.batch,
-        weight_decay=defaults.weight_decay if settings.weight_decay is None else settings.weight_decay,
+        epochs=kind.epochs if settings.epochs is None else settings.epochs,
+        batch=kind.batch if settings.batch is None else settings.batch,
+        weight_decay=kind.weight_decay if settings.weight_decay is None else settings.weight_decay,
         out=settings.out or default_out(settings),
     )
     check_enough_samples(plan)
@@ -112,29 +111,32 @@ def make_compressor(spec: str) -> Compressor:
 
 def check_numbers(settings: Settings) -> None:
     """Every number in its range."""
-    at_least: dict[str, tuple[float | None, float]] = {
-        "--workers": (settings.workers, 1),
-        "--epochs": (settings.epochs, 1),
-        "--batch": (settings.batch, 1),
-        "--seed": (settings.seed, 0),
-        "--save-every": (settings.save_every, 0),
-        "--steps-per-epoch": (settings.steps_per_epoch, 0),
-        "--weight-decay": (settings.weight_decay, 0),
-        "--max-restarts": (settings.max_restarts, 0),
-    }
-    for option, (value, least) in at_least.items():
-        if value is not None and not value >= least:
-            raise InputError(f"{option} must be {least} or more, not {value}")
+    at_least(
+        {
+            "--workers": (settings.workers, 1),
+            "--epochs": (settings.epochs, 1),
+            "--batch": (settings.batch, 1),
+            "--seed": (settings.seed, 0),
+            "--save-every": (settings.save_every, 0),
+            "--steps-per-epoch": (settings.steps_per_epoch, 0),
+            "--weight-decay": (settings.weight_decay, 0),
+            "--max-restarts": (settings.max_restarts, 0),
+        }
+    )
     if settings.seed >= 1 << 63:
         raise InputError(f"--seed must be less than 2^63, not {settings.seed}")
     if settings.learning_rate is not None and not 0 < settings.learning_rate < float("inf"):
         raise InputError(f"--learning-rate must be a positive number, not {settings.learning_rate}")
     if not 0 < settings.timeout <= LONGEST_S:
         raise InputError(f"--timeout must be more than 0 seconds and at most {LONGEST_S:g}, not {settings.timeout}")
-    if settings.device not in DEVICES:
-        raise InputError(f"unknown device {settings.device!r}. Known devices: {', '.join(DEVICES)}")
+    check_device(settings.device)
     if settings.resume and settings.overwrite:
         raise InputError("--resume goes on with a run and --overwrite starts it anew: give one of them")
+
+
+def check_device(name: str) -> None:
+    if name not in DEVICES:
+        raise InputError(f"unknown device {name!r}. Known devices: {', '.join(DEVICES)}")
 
 
 def check_enough_samples(plan: TrainingPlan) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,29 +23,6 @@ class Schedule:
         """The learning rate in `epoch`, counted from 0."""
         halvings = epoch // self.halve_every if self.halve_every else 0
         return self.base * (workers if self.times_workers else 1) * 0.5**halvings
-
-
-def schedules(adam: Schedule, sgd: Schedule) -> dict[str, Schedule]:
-    """For all optimizers: those of a family have the same."""
-    return {"adam": adam, "adamw": adam, "plain-adam": adam, "plain-adamw": adam, "plain": sgd, "sgd": sgd}
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """The hyper-parameters a task is run with when the command line says nothing else; `batch` is a worker's."""
-
-    epochs: int
-    batch: int
-    schedules: Mapping[str, Schedule]
-    weight_decay: float = 0.0
-
-
-@dataclass(frozen=True)
-class Share:
-    """Which part of an evaluation this worker does: every `world`-th item from `rank` on."""
-
-    rank: int = 0
-    world: int = 1
 
 
 class Task(Protocol):
@@ -80,8 +57,8 @@ class Task(Protocol):
         """The mean loss over the batch."""
         ...
 
-    def evaluate(self, model: nn.Module, share: Share) -> Tensor:
-        """float64 sums over this worker's share of the held-out data; `score` takes their total over all workers."""
+    def evaluate(self, model: nn.Module, share: slice = slice(None)) -> Tensor:
+        """float64 sums over a worker's share of the held-out data; `score` takes their total over all workers."""
         ...
 
     def score(self, totals: Tensor) -> dict[str, float]: ...
@@ -89,9 +66,17 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class TaskKind:
-    """A row of the table of tasks: how to open it, and what is known before any data is read."""
+    """A row of the table of tasks: how to open it, and what it is run with when nothing else is said."""
 
     name: str
     about: str
     open: Callable[[Path | None], Task]
-    defaults: Defaults = field(repr=False)
+    epochs: int
+    batch: int  # of a worker
+    adam: Schedule = Schedule(1e-3)  # of all optimizers of its family
+    sgd: Schedule = Schedule(0.1)
+    weight_decay: float = 0.0
+
+    def schedule(self, optimizer: str) -> Schedule:
+        """The learning rate of an optimizer."""
+        return self.adam if "adam" in optimizer else self.sgd

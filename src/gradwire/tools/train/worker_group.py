@@ -16,7 +16,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.tools.input_errors import InputError
-from gradwire.tools.train.task import Share, Task
+from gradwire.tools.train.task import Task
 
 LAUNCHER = "GRADWIRE_LAUNCHER"  # the pid of the process that has started a worker
 STORE = "GRADWIRE_STORE"  # a folder that nobody else may open: the workers of one machine meet in it
@@ -49,10 +49,6 @@ class WorkerGroup:
         dist.all_gather(everyone, mine)
         return torch.stack(everyone)
 
-    def largest(self, number: int) -> int:
-        """The largest of the workers' numbers."""
-        return int(self.gather(torch.tensor(number)).max())
-
     def tell(self, *numbers: int) -> list[int]:
         """Rank 0's numbers, on every rank."""
         message = torch.tensor(numbers, device=self.device)
@@ -70,7 +66,7 @@ class WorkerGroup:
             dist.broadcast(buffer, 0)
         model.eval()
         with torch.no_grad():
-            totals = task.evaluate(model, Share(self.rank, self.world))
+            totals = task.evaluate(model, slice(self.rank, None, self.world))
         model.train()
         return task.score(self.sum(totals))
 
@@ -132,23 +128,23 @@ def joined(device_name: str, timeout_s: float = TIMEOUT_S) -> Iterator[WorkerGro
     dist.destroy_process_group()  # not after an error: the others may never come, and the process ends anyway
 
 
-def meeting_store(world: int, timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Store | None:
+def meeting_store(world: int, timeout: timedelta) -> Store | None:
     """Where the workers of this attempt find each other; None: where torchrun's variables say.
 
     torchrun's agent may serve one store for all attempts, with the addresses of workers that have died in it (torch
     2.13: what comes after a restart fails or hangs). On one machine the number of restarts keeps them apart. On several
     it does not: every agent counts its own.
     """
-    attempt = restarts(environment)
-    if STORE in environment:
-        return FileStore(f"{environment[STORE]}/workers-{attempt}", world)
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    attempt = restarts()
+    if STORE in os.environ:
+        return FileStore(f"{os.environ[STORE]}/workers-{attempt}", world)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    if environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]:
-        port = int(environment["MASTER_PORT"])
-        shared = TCPStore(environment["MASTER_ADDR"], port, world, is_master=False, timeout=timeout)
+    if os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"]:
+        port = int(os.environ["MASTER_PORT"])
+        shared = TCPStore(os.environ["MASTER_ADDR"], port, world, is_master=False, timeout=timeout)
         return PrefixStore(f"attempt-{attempt}", shared)
-    if int(environment.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
         raise InputError(
             "torchrun would not survive a restart: its store keeps the addresses of workers that have died. On every "
             "machine put TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or leave out --max-restarts"
@@ -156,6 +152,6 @@ def meeting_store(world: int, timeout: timedelta, environment: Mapping[str, str]
     return None
 
 
-def restarts(environment: Mapping[str, str] = os.environ) -> int:
+def restarts() -> int:
     """How often torchrun's agent on this machine has started its workers again."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

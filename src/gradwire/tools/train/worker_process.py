@@ -12,7 +12,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
+import torch
+
+from gradwire.state.durable_files import write_atomic
 from gradwire.tools.input_errors import USERS
+from gradwire.tools.result_files import json_text
 from gradwire.tools.train import metrics, run_checkpoint, run_directory
 from gradwire.tools.train.loop import Trainer
 from gradwire.tools.train.reporter import Reporter
@@ -27,7 +31,8 @@ def train(plan: TrainingPlan) -> None:
     """One worker's whole run, from the checkpoint if there is one to the last epoch."""
     with ExitStack() as stack:
         group = stack.enter_context(joined(plan.settings.device, plan.settings.timeout))
-        restarted = group.largest(restarts()) > 0  # the agent of the machine that failed counts it, others may not
+        # the agent of the machine that failed counts it, others may not
+        restarted = bool(group.gather(torch.tensor(restarts())).any())
         found: run_directory.Checkpoint | None = None
         if group.leads:
             identity = plan.identity()
@@ -48,18 +53,12 @@ def train(plan: TrainingPlan) -> None:
 
 def keep(trainer: Trainer) -> None:
     """All ranks: save, and write the results so far."""
-    run_checkpoint.save(trainer, trainer.plan.out)
-    if trainer.group.leads:
-        write_results(trainer)
-
-
-def write_results(trainer: Trainer) -> None:
-    """metrics.csv and summary.json."""
-    plan, state, group = trainer.plan, trainer.state, trainer.group
-    metrics.write_csv(plan.out / run_directory.METRICS, state.rows, plan.task.scores)
-    total = state.total + state.traffic
-    summary = metrics.summarise(plan, trainer.parameters, str(group.device), state.rows, total)
-    metrics.write_summary(plan.out / run_directory.SUMMARY, summary)
+    plan, group, state = trainer.plan, trainer.group, trainer.state
+    run_checkpoint.save(trainer, plan.out)
+    if group.leads:
+        metrics.write_csv(plan.out / run_directory.METRICS, state.rows, plan.task.scores)
+        summary = metrics.summarise(plan, trainer.parameters, str(group.device), state)
+        write_atomic(plan.out / run_directory.SUMMARY, json_text(summary))
 
 
 def die_with_launcher() -> None:
