@@ -117,14 +117,11 @@ def _keep(p: Array, high: np.float32, low: np.float32, zero_below: bool, residua
 def _add(begin: int, end: int, bits: Array, highs: Array, lows: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
     below = np.empty(TILE, np.int32)
-    start = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
         last = min(end, first + TILE)
-        while ends[start] <= first:
-            start += 1
         for rank in range(bits.shape[0]):
             _spread(bits[rank, first // WORD : (last + WORD - 1) // WORD], below)
-            group, at = start, first
+            group, at = np.searchsorted(ends, first, side="right"), first
             while at < last:
                 while ends[group] <= at:
                     group += 1

@@ -225,10 +225,7 @@ class VGC(WithResidual, Gather):
     def clear(self, state: Any, context: Context) -> None:
         """r = v = 0 where `waiting` was sent. u goes on: as in a dense training, nothing of it is late."""
         for tensor in (state.residual, state.variance) if self.alpha else (state.residual,):
-            if context.active is None:
-                tensor.zero_()
-            else:
-                tensor.masked_fill_(context.layout.spread(context.active), 0.0)
+            context.clear(tensor)
 
     def shape(self, context: Context) -> header.Shape:
         """Where the parts of a message lie."""

@@ -87,13 +87,10 @@ def _encode(scaled: Array, spaced: Array, shift: np.int32, least: np.int32, code
 @machine_code
 def _add(begin: int, end: int, codes: Array, shares: Array, table: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
-    start = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
         last = min(end, first + TILE)
-        while ends[start] <= first:
-            start += 1
         for rank in range(codes.shape[0]):
-            group, at = start, first
+            group, at = np.searchsorted(ends, first, side="right"), first
             while at < last:
                 while ends[group] <= at:
                     group += 1
