@@ -9,7 +9,6 @@ from __future__ import annotations
 from types import ModuleType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,14 +35,11 @@ class Said(NamedTuple):
 
 def gather(grad: Tensor, residual: Tensor | None, groups: ScaleGroups) -> Tensor:
     """grad becomes p = r + g; returns max |p| of each group, float32 [G]."""
-    if residual is None:
-        return groups.largest(grad)
-    largest = groups.largest(grad.add_(residual))
-    # a sum beyond float32 must not stay in the residual as inf; on a GPU somebody would wait for the answer
-    if grad.device.type != "cpu" or bool(largest.isinf().any()):
-        grad.clamp_(-LARGEST, LARGEST)
-        largest.clamp_(max=LARGEST)
-    return largest
+    if (fast := _machine_code(grad.device)) is not None:
+        return fast.gather(grad, residual, groups)  # type: ignore[no-any-return]
+    if residual is not None:
+        grad.add_(residual).clamp_(-LARGEST, LARGEST)  # a sum beyond float32 must not stay in the residual as inf
+    return groups.largest(grad)
 
 
 def magnitudes(p: Tensor, largest: Tensor, groups: ScaleGroups) -> Tensor:
@@ -77,6 +73,8 @@ def _units(largest: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(p: Tensor, zero_below: bool) -> Tensor:
     """int32 [ceil(N / 32)]: the bit of a negative element is 1, of a zero `zero_below`."""
+    if (fast := _machine_code(p.device)) is not None:
+        return fast.pack(p, zero_below)  # type: ignore[no-any-return]
     return fields.pack(_below(p, zero_below), 1)
 
 
@@ -100,14 +98,11 @@ def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, groups: ScaleGro
 
 
 def _below(p: Tensor, zero_below: bool) -> Tensor:
-    if p.device.type != "cpu":
-        return p <= 0 if zero_below else p < 0
-    compare = np.less_equal if zero_below else np.less  # a sixth of torch's time
-    return torch.from_numpy(compare(p.numpy(), np.float32(0)))
+    return p <= 0 if zero_below else p < 0
 
 
 def _machine_code(device: torch.device) -> ModuleType | None:
-    """The long loops as machine code, where there is a compiler for it."""
+    """The same functions as machine code, where there is a compiler for it."""
     if not numba_ready(device):
         return None
     from gradwire.arithmetic import signs_cpu

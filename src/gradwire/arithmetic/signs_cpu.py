@@ -1,4 +1,4 @@
-"""The long loops of `signs` as machine code for the CPU, of the same names and with the same bits.
+"""The functions of `signs` as machine code for the CPU, of the same names and with the same bits.
 
 Every loop has its own part of the elements, from a whole word to a whole word, and walks the groups in it.
 """
@@ -9,19 +9,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.arithmetic.finite import LARGEST
 from gradwire.arithmetic.groups import ScaleGroups
-from gradwire.arithmetic.groups_cpu import MAGNITUDE, WORD, parts
+from gradwire.arithmetic.groups_cpu import MAGNITUDE, WORD, largest_bits, parts
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
 TILE = 4096  # elements that stay in the first cache while all that is done to them is done; whole words
+MOST, LEAST = np.float32(LARGEST), np.float32(-LARGEST)
 ZERO = np.float32(0)
+
+
+def gather(grad: Tensor, residual: Tensor | None, groups: ScaleGroups) -> Tensor:
+    if residual is None:
+        return groups.largest(grad)
+    tops = shared(parts(groups.numel), _gather, grad.numpy(), residual.numpy(), groups.ends)
+    return torch.from_numpy(np.max(tops, 0)).view(torch.float32)
 
 
 def sides(p: Tensor, factor: Tensor, groups: ScaleGroups) -> tuple[Tensor, Tensor, Tensor]:
     totals = sum(shared(parts(groups.numel), _sides, p.numpy(), factor.numpy(), groups.ends))
     above, below, n_below = torch.from_numpy(totals)
     return above, below, n_below
+
+
+def pack(p: Tensor, zero_below: bool) -> Tensor:
+    words = np.empty(-(-len(p) // WORD), np.int32)
+    shared(parts(len(p)), _pack, p.view(torch.int32).numpy(), np.int32(zero_below), words)
+    return torch.from_numpy(words)
 
 
 def settle(p: Tensor, high: Tensor, low: Tensor, zero_below: bool, residual: Tensor, groups: ScaleGroups) -> Tensor:
@@ -34,6 +49,27 @@ def settle(p: Tensor, high: Tensor, low: Tensor, zero_below: bool, residual: Ten
 def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, groups: ScaleGroups) -> None:
     values = (highs.contiguous().numpy(), lows.contiguous().numpy())
     shared(parts(groups.numel), _add, bits.numpy(), *values, groups.ends, out.numpy())
+
+
+@machine_code
+def _gather(begin: int, end: int, grad: Array, residual: Array, ends: Array) -> Array:
+    """int32 [G]: the bits of the largest |p| of each group."""
+    tops = np.zeros(ends.size, np.int32)
+    group, at = np.searchsorted(ends, begin, side="right"), begin
+    while at < end:
+        while ends[group] <= at:
+            group += 1
+        stop = min(end, ends[group], at + TILE)
+        _sum(grad[at:stop], residual[at:stop])
+        tops[group] = max(tops[group], largest_bits(grad[at:stop].view(np.int32)))
+        at = stop
+    return tops
+
+
+@machine_code
+def _sum(grad: Array, residual: Array) -> None:
+    for i in range(grad.size):
+        grad[i] = min(max(grad[i] + residual[i], LEAST), MOST)
 
 
 @machine_code

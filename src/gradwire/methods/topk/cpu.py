@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,17 +14,25 @@ from gradwire.codec.quota import Quota, table_of
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.segments import Segments
 from gradwire.compile.threads import shared
+from gradwire.layout import Slot
 from gradwire.methods.topk.largest import EXPECTED, RANK, line_of, sampled
+
+
+@functools.lru_cache(maxsize=256)
+def _search(quota: Quota, n_threads: int) -> tuple[Segments, Array, Array, list[tuple[int, Slot, int]]]:
+    """The segments; k and the last place of each tensor, int64 [K]; whose floor is from a sample of which size."""
+    table, numbered = table_of(quota, torch.device("cpu")), enumerate(zip(quota.layout, quota.counts, strict=True))
+    samples = [(i, slot, EXPECTED * slot.numel // k) for i, (slot, k) in numbered if sampled(k, slot.numel)]
+    lasts = (table.offsets + table.numels - 1).numpy()
+    return Segments.of(quota.layout, n_threads, CHUNK), table.counts.numpy(), lasts, samples
 
 
 def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
     """As largest.largest, in two loops: those not below the floor, then the k largest of these."""
-    segments, table = Segments.of(quota.layout, torch.get_num_threads(), CHUNK), table_of(quota, flat.device)
-    counts, lasts, values = table.counts.numpy(), (table.offsets + table.numels - 1).numpy(), flat.numpy()
-    floors = np.ones(len(counts), np.int32)
-    for number, (slot, k) in enumerate(zip(quota.layout, quota.counts, strict=True)):
-        if sampled(k, slot.numel):
-            floors[number] = _floor(slot.of(flat).numpy(), *line_of(step, slot), EXPECTED * slot.numel // k, RANK)
+    segments, counts, lasts, samples = _search(quota, torch.get_num_threads())
+    values, floors = flat.numpy(), np.ones(len(counts), np.int32)
+    for number, slot, size in samples:
+        floors[number] = _floor(slot.of(flat).numpy(), *line_of(step, slot), size, RANK)
     if active is not None:
         floors[~active.numpy()] = MAGNITUDE
     found, places = np.empty(segments.count, np.int64), np.empty(len(values), np.int32)
