@@ -80,15 +80,12 @@ class Layout:
         """What others have worked out from this layout, under names of their own; it goes when the layout goes."""
         return {}
 
-    @cached_property
-    def _tables(self) -> dict[torch.device, Tensor]:
-        return {}
-
     def lengths(self, device: torch.device) -> Tensor:
         """Elements of each tensor, int64 [K], on `device`; kept, because every step asks for it."""
-        if device not in self._tables:
-            self._tables[device] = torch.tensor([slot.numel for slot in self.slots], dtype=torch.int64, device=device)
-        return self._tables[device]
+        if device not in self.kept:
+            self.kept[device] = torch.tensor([slot.numel for slot in self.slots], dtype=torch.int64, device=device)
+        known: Tensor = self.kept[device]
+        return known
 
     def spread(self, values: Tensor) -> Tensor:
         """One value a tensor, [K], becomes one value an element, [N]."""

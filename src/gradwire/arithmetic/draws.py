@@ -16,9 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.arithmetic.groups import groups_of
-from gradwire.codec import numba_ready, triton_ready
-from gradwire.compile.threads import equal_parts, shared
+from gradwire.codec import triton_ready
 from gradwire.layout import Layout, Slot
 
 # odd numbers; a difference in one bit of x changes half of the others
@@ -45,14 +43,7 @@ def bits(seed: int, step: int, where: Layout | Slot, device: torch.device, rank:
         from gradwire.arithmetic import draws_gpu
 
         return draws_gpu.bits(keys(seed, step, layout, rank), layout, device)
-    if not numba_ready(device):
-        return reference_bits(seed, step, layout, device, rank)
-    from gradwire.arithmetic import draws_cpu
-
-    out = torch.empty(layout.numel, dtype=torch.int32)
-    parts = equal_parts(layout.numel, torch.get_num_threads())
-    shared(parts, draws_cpu.fill, groups_of(layout, None).ends, keys(seed, step, layout, rank), out.numpy())
-    return out
+    return reference_bits(seed, step, layout, device, rank)
 
 
 def reference_bits(seed: int, step: int, layout: Layout, device: torch.device, rank: int = 0) -> Tensor:

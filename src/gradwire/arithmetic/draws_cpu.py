@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradwire.compile.machine_code import Array, machine_code
+from gradwire.compile.machine_code import machine_code
 
 
 @machine_code
@@ -21,14 +21,3 @@ def mix(x: np.uint32) -> np.uint32:
 def draw(index: int, first: np.uint32, second: np.uint32) -> np.uint32:
     """One draw of the tensor with these words of its key; index: in the flat vector."""
     return mix(np.uint32(mix(np.uint32(np.uint32(index) + first)) + second))
-
-
-@machine_code
-def fill(begin: int, end: int, ends: Array, keys: Array, out: Array) -> None:
-    """out[begin:end] = the draws; ends: of the tensors."""
-    words, slot = keys.view(np.uint32), np.searchsorted(ends, begin, side="right")
-    while begin < end:
-        stop, first, second = min(ends[slot], end), words[0, slot], words[1, slot]
-        for i in range(begin, stop):
-            out[i] = np.int32(draw(i, first, second))
-        begin, slot = stop, slot + 1

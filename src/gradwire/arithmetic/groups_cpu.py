@@ -17,11 +17,11 @@ WORD = 32  # elements whose bits make a word
 TILE = 16  # elements whose largest is found in one go; mostly none of them passes
 
 
-def parts(numel: int) -> list[tuple[int, int, int]]:
-    """(number, begin, end) of every thread's elements, cut between whole words."""
+def parts(numel: int) -> list[tuple[int, int]]:
+    """(begin, end) of every thread's elements, cut between whole words."""
     pieces = equal_parts(numel, torch.get_num_threads())
     step = -(-pieces[0][1] // WORD) * WORD
-    return [(i, min(numel, i * step), min(numel, (i + 1) * step)) for i in range(len(pieces))]
+    return [(min(numel, i * step), min(numel, (i + 1) * step)) for i in range(len(pieces))]
 
 
 def parts_of_words(n_words: int, each: int) -> list[tuple[int, int]]:
@@ -37,20 +37,20 @@ def parts_of_groups(n_groups: int, numel: int) -> list[tuple[int, int]]:
 
 def largest(flat: Tensor, ends: Array) -> Tensor:
     """max |x| of each group, float32 [G]."""
-    pieces = parts(len(flat))
-    tops = np.zeros((len(pieces), len(ends)), np.int32)
-    shared(pieces, largest_part, flat.view(torch.int32).numpy(), ends, tops)
-    return torch.from_numpy(tops.max(0)).view(torch.float32)
+    tops = shared(parts(len(flat)), _largest, flat.view(torch.int32).numpy(), ends)
+    return torch.from_numpy(np.max(tops, 0)).view(torch.float32)
 
 
 @machine_code
-def largest_part(part: int, begin: int, end: int, bits: Array, ends: Array, tops: Array) -> None:
-    """tops[part]: the bits of the largest |x| of each group."""
+def _largest(begin: int, end: int, bits: Array, ends: Array) -> Array:
+    """int32 [G]: the bits of the largest |x| of each group."""
+    tops = np.zeros(ends.size, np.int32)
     group, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
         stop = min(end, ends[group])
-        tops[part, group] = largest_bits(bits[at:stop])
+        tops[group] = largest_bits(bits[at:stop])
         group, at = group + 1, stop
+    return tops
 
 
 @machine_code

@@ -38,7 +38,6 @@ def round_group(
 def round_tile(
     begin: int,
     end: int,
-    group: int,
     grad: Array,
     scales: Array,
     ends: Array,
@@ -47,12 +46,9 @@ def round_tile(
     bits: int,
     codes: Array,
     sent: float,
-) -> tuple[float, int]:
-    """Codes of grad[begin:end]; returns sent + the sum of scale * level, and the group of the last element.
-
-    group: of the first element, or one before it.
-    """
-    words, at = keys.view(np.uint32), begin
+) -> float:
+    """Codes of grad[begin:end]; returns sent + the sum of scale * level."""
+    words, at, group = keys.view(np.uint32), begin, np.searchsorted(ends, begin, side="right")
     while at < end:
         while ends[group] <= at:
             group += 1
@@ -60,16 +56,12 @@ def round_tile(
         key = (words[0, slot], words[1, slot])
         sent += round_group(at, stop, grad, scale, *key, bits, codes[at - begin :]) * np.float64(scale)
         at = stop
-    return sent, group
+    return sent
 
 
 @machine_code
 def add_group(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
-    """out += what the codes of one group say, or, with no levels, signed numbers; unit: of one level, or of 1."""
-    if levels == 0:
-        for i in range(out.size):
-            out[i] += np.float32(codes[i]) * unit
-        return
+    """out += what the codes of one group say; unit: of one level."""
     below = np.uint8(levels)
     for i in range(out.size):
         value = np.float32(codes[i] & below) * unit
@@ -77,13 +69,12 @@ def add_group(codes: Array, unit: np.float32, levels: int, out: Array) -> None:
 
 
 @machine_code
-def add_tile(begin: int, end: int, group: int, codes: Array, units: Array, ends: Array, levels: int, out: Array) -> int:
-    """out[begin:end] += what the codes say; units [G]. group, and what it returns: as round_tile."""
-    at = begin
+def add_tile(begin: int, end: int, codes: Array, units: Array, ends: Array, levels: int, out: Array) -> None:
+    """out[begin:end] += what the codes say; units [G]."""
+    at, group = begin, np.searchsorted(ends, begin, side="right")
     while at < end:
         while ends[group] <= at:
             group += 1
         stop = min(ends[group], end)
         add_group(codes[at - begin : stop - begin], units[group], levels, out[at:stop])
         at = stop
-    return group

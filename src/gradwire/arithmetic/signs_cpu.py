@@ -23,23 +23,19 @@ ZERO = np.float32(0)
 def gather(grad: Tensor, residual: Tensor | None, groups: ScaleGroups) -> Tensor:
     if residual is None:
         return groups.largest(grad)
-    pieces = parts(groups.numel)
-    tops = np.zeros((len(pieces), len(groups)), np.int32)
-    shared(pieces, _gather, grad.numpy(), residual.numpy(), groups.ends, tops)
-    return torch.from_numpy(tops.max(0)).view(torch.float32)
+    tops = shared(parts(groups.numel), _gather, grad.numpy(), residual.numpy(), groups.ends)
+    return torch.from_numpy(np.max(tops, 0)).view(torch.float32)
 
 
 def sides(p: Tensor, factor: Tensor, groups: ScaleGroups) -> tuple[Tensor, Tensor, Tensor]:
-    pieces = parts(groups.numel)
-    totals = np.zeros((len(pieces), 3, len(groups)), np.int64)
-    shared(pieces, _sides, p.numpy(), factor.numpy(), groups.ends, totals)
-    above, below, n_below = torch.from_numpy(totals.sum(0))
+    totals = sum(shared(parts(groups.numel), _sides, p.numpy(), factor.numpy(), groups.ends))
+    above, below, n_below = torch.from_numpy(totals)
     return above, below, n_below
 
 
 def pack(p: Tensor, zero_below: bool) -> Tensor:
     words = np.empty(-(-len(p) // WORD), np.int32)
-    shared(parts(len(p)), _pack, p.numpy(), zero_below, words)
+    shared(parts(len(p)), _pack, p.view(torch.int32).numpy(), np.int32(zero_below), words)
     return torch.from_numpy(words)
 
 
@@ -56,15 +52,18 @@ def add(bits: Tensor, highs: Tensor, lows: Tensor, out: Tensor, groups: ScaleGro
 
 
 @machine_code
-def _gather(part: int, begin: int, end: int, grad: Array, residual: Array, ends: Array, tops: Array) -> None:
+def _gather(begin: int, end: int, grad: Array, residual: Array, ends: Array) -> Array:
+    """int32 [G]: the bits of the largest |p| of each group."""
+    tops = np.zeros(ends.size, np.int32)
     group, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
         while ends[group] <= at:
             group += 1
         stop = min(end, ends[group], at + TILE)
         _sum(grad[at:stop], residual[at:stop])
-        tops[part, group] = max(tops[part, group], largest_bits(grad[at:stop].view(np.int32)))
+        tops[group] = max(tops[group], largest_bits(grad[at:stop].view(np.int32)))
         at = stop
+    return tops
 
 
 @machine_code
@@ -74,12 +73,15 @@ def _sum(grad: Array, residual: Array) -> None:
 
 
 @machine_code
-def _sides(part: int, begin: int, end: int, p: Array, factors: Array, ends: Array, totals: Array) -> None:
+def _sides(begin: int, end: int, p: Array, factors: Array, ends: Array) -> Array:
+    """int64 [3, G]: what `_both` says of each group."""
+    totals = np.zeros((3, ends.size), np.int64)
     group, at = np.searchsorted(ends, begin, side="right"), begin
     while at < end:
         stop = min(end, ends[group])
-        totals[part, 0, group], totals[part, 1, group], totals[part, 2, group] = _both(p[at:stop], factors[group])
+        totals[0, group], totals[1, group], totals[2, group] = _both(p[at:stop], factors[group])
         group, at = group + 1, stop
+    return totals
 
 
 @machine_code
@@ -95,41 +97,27 @@ def _both(p: Array, factor: np.float32) -> tuple[np.int64, np.int64, np.int64]:
 
 
 @machine_code
-def _pack(part: int, begin: int, end: int, p: Array, zero_below: bool, words: Array) -> None:
+def _pack(begin: int, end: int, bits: Array, of_zero: np.int32, words: Array) -> None:
     """The words of elements begin .. end; begin is the first of a word."""
-    bits, extra = p.view(np.int32), np.int32(zero_below)
     whole = end // WORD * WORD
     for first in range(begin, whole, WORD):
-        words[first // WORD] = _word(bits[first : first + WORD], extra)
+        words[first // WORD] = _word(bits[first : first + WORD], WORD, of_zero)
     if whole < end:
-        words[whole // WORD] = _last_word(bits[whole:end], extra)
+        words[whole // WORD] = _word(bits[whole:end], end - whole, of_zero)
 
 
 @machine_code
-def _word(bits: Array, extra: np.int32) -> np.int32:
+def _word(bits: Array, count: int, of_zero: np.int32) -> np.int32:
+    """A bit is 1 for a negative float32; for a zero, also for -0, `of_zero`."""
     word = np.int32(0)
-    for i in range(32):
-        word |= _negative(bits[i], extra) << np.int32(i)
+    for i in range(count):
+        below = np.int32(bits[i] < np.int32(0)) if bits[i] & MAGNITUDE else of_zero
+        word |= below << np.int32(i)
     return word
-
-
-@machine_code
-def _last_word(bits: Array, extra: np.int32) -> np.int32:
-    word = np.int32(0)
-    for i in range(bits.size):
-        word |= _negative(bits[i], extra) << np.int32(i)
-    return word
-
-
-@machine_code
-def _negative(bits: np.int32, extra: np.int32) -> np.int32:
-    """1 for a negative float32; of a zero, also of -0, `extra`."""
-    return np.int32(bits < np.int32(0)) if bits & MAGNITUDE else extra
 
 
 @machine_code
 def _settle(
-    part: int,
     begin: int,
     end: int,
     p: Array,
@@ -143,7 +131,7 @@ def _settle(
     group = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
         last = min(end, first + TILE)
-        _pack(part, first, last, p, zero_below, words)
+        _pack(first, last, p.view(np.int32), np.int32(zero_below), words)
         at = first
         while at < last:
             while ends[group] <= at:
@@ -162,17 +150,14 @@ def _keep(p: Array, high: np.float32, low: np.float32, zero_below: bool, residua
 
 
 @machine_code
-def _add(part: int, begin: int, end: int, bits: Array, highs: Array, lows: Array, ends: Array, out: Array) -> None:
+def _add(begin: int, end: int, bits: Array, highs: Array, lows: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
     below = np.empty(TILE, np.int32)
-    start = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
         last = min(end, first + TILE)
-        while ends[start] <= first:
-            start += 1
         for rank in range(bits.shape[0]):
             _spread(bits[rank, first // WORD : (last + WORD - 1) // WORD], below)
-            group, at = start, first
+            group, at = np.searchsorted(ends, first, side="right"), first
             while at < last:
                 while ends[group] <= at:
                     group += 1

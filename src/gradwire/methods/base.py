@@ -31,6 +31,13 @@ class Context:
         """[N] with zeros in the tensors that have no gradient in this step."""
         return flat if self.active is None else torch.where(self.layout.spread(self.active), flat, 0.0)
 
+    def clear(self, flat: Tensor) -> None:
+        """flat [N] becomes zero in the tensors that have a gradient in this step."""
+        if self.active is None:
+            flat.zero_()
+        else:
+            flat.masked_fill_(self.layout.spread(self.active), 0.0)
+
 
 @dataclass
 class Message:

@@ -99,10 +99,8 @@ class Fixed(Gather):
             said, broken = self.read(messages[:, shape.body], context)
             problems = torch.cat([problems, broken[:, None]], 1)
         bad = problems.any()
-
-        def refuse() -> None:
-            header.refuse(problems, (*header.PROBLEMS, BROKEN), messages, shape, context.step)
-
+        told = (*header.PROBLEMS, BROKEN)
+        refuse = functools.partial(header.refuse, problems, told, messages, shape, context.step)
         if out.device.type == "cpu" and bad:
             refuse()
         if context.dense:

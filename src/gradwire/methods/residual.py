@@ -37,8 +37,4 @@ class WithResidual(Compressor):
         """All that goes with what `waiting` gave is zero."""
         for name, power in powers(state).items():
             if power > 0:
-                tensor = getattr(state, name)
-                if context.active is None:
-                    tensor.zero_()
-                else:
-                    tensor.masked_fill_(context.layout.spread(context.active), 0.0)
+                context.clear(getattr(state, name))

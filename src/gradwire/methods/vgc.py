@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -205,10 +205,7 @@ class VGC(WithResidual, Gather):
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
         codec, shape = kernels.select(out.device), self.shape(context)
         problems = codec.decode(messages, shape, self.rule, context.step, out)
-
-        def refuse() -> None:
-            header.refuse(problems, problems_of(shape), messages, shape, context.step)
-
+        refuse = partial(header.refuse, problems, problems_of(shape), messages, shape, context.step)
         bad = problems.any()
         if out.device.type == "cpu" and bad:
             refuse()
@@ -225,10 +222,7 @@ class VGC(WithResidual, Gather):
     def clear(self, state: Any, context: Context) -> None:
         """r = v = 0 where `waiting` was sent. u goes on: as in a dense training, nothing of it is late."""
         for tensor in (state.residual, state.variance) if self.alpha else (state.residual,):
-            if context.active is None:
-                tensor.zero_()
-            else:
-                tensor.masked_fill_(context.layout.spread(context.active), 0.0)
+            context.clear(tensor)
 
     def shape(self, context: Context) -> header.Shape:
         """Where the parts of a message lie."""

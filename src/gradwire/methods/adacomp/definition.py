@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -124,10 +124,7 @@ class AdaComp(WithResidual, Gather):
         words, counts, broken = kernel.unpack(orders, body[:, : blocks.words], sound, blocks, codec.CHUNK)
         scales = body[:, blocks.words :].contiguous().view(torch.float32)
         problems = torch.cat([problems, broken[:, None], unsound(scales)[:, None]], 1)
-
-        def refuse() -> None:
-            header.refuse(problems, header.PROBLEMS + BROKEN, messages, shape, context.step)
-
+        refuse = partial(header.refuse, problems, header.PROBLEMS + BROKEN, messages, shape, context.step)
         if out.device.type == "cpu":
             refuse()
         mean, bad = out.zero_() if out.device.type == "cpu" else torch.zeros_like(out), problems.any()

@@ -14,7 +14,7 @@ from gradwire.arithmetic.groups_cpu import MAGNITUDE, parts
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import shared
 
-MANTISSA, SIGN, CODE = np.int32(0x007FFFFF), np.int32(0x80), np.uint8(0x7F)
+MANTISSA, SIGN = np.int32(0x007FFFFF), np.int32(0x80)
 TILE = 4096  # elements of a result that stay in the first cache while all ranks are added to them
 
 
@@ -27,14 +27,6 @@ def round_to(dtype: torch.dtype, grad: Tensor, scale: Tensor, codes: Tensor, ten
     even = np.float32(kind.smallest_normal * kind.eps * 2.0**23)
     rule = (shift, least, even)
     shared(parts(tensors.numel), _round, grad.numpy(), scale.numpy(), *rule, tensors.ends, codes.numpy())
-
-
-def largest_codes(codes: Tensor) -> Tensor:
-    """The largest code of each rank without its sign, uint8 [W]."""
-    pieces = parts(codes.shape[1])
-    tops = np.zeros((len(pieces), len(codes)), np.uint8)
-    shared(pieces, _largest_codes, codes.numpy(), tops)
-    return torch.from_numpy(tops.max(0))
 
 
 def add(dtype: torch.dtype, codes: Tensor, shares: Tensor, out: Tensor, tensors: ScaleGroups) -> None:
@@ -51,7 +43,6 @@ def _numbers(dtype: torch.dtype) -> Tensor:
 
 @machine_code
 def _round(
-    part: int,
     begin: int,
     end: int,
     grad: Array,
@@ -94,29 +85,12 @@ def _encode(scaled: Array, spaced: Array, shift: np.int32, least: np.int32, code
 
 
 @machine_code
-def _largest_codes(part: int, begin: int, end: int, codes: Array, tops: Array) -> None:
-    for rank in range(codes.shape[0]):
-        tops[part, rank] = _top(codes[rank, begin:end])
-
-
-@machine_code
-def _top(codes: Array) -> np.uint8:
-    top = np.uint8(0)
-    for i in range(codes.size):
-        top = max(top, codes[i] & CODE)
-    return top
-
-
-@machine_code
-def _add(part: int, begin: int, end: int, codes: Array, shares: Array, table: Array, ends: Array, out: Array) -> None:
+def _add(begin: int, end: int, codes: Array, shares: Array, table: Array, ends: Array, out: Array) -> None:
     """Tile by tile, all ranks: the result goes through the cache once."""
-    start = np.searchsorted(ends, begin, side="right")
     for first in range(begin, end, TILE):
         last = min(end, first + TILE)
-        while ends[start] <= first:
-            start += 1
         for rank in range(codes.shape[0]):
-            group, at = start, first
+            group, at = np.searchsorted(ends, first, side="right"), first
             while at < last:
                 while ends[group] <= at:
                     group += 1

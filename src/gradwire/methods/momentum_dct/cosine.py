@@ -8,9 +8,9 @@ most four regions of equal tiles. Tensor by tensor, because a product's last bit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, product
+from itertools import accumulate, groupby, product
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ class Group:
         return torch.arange(self.begin, self.begin + self.count * self.size, self.size, device=device)[:, None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CosineTiles:
     """The regions of a bucket by the size of their tiles, and the groups that they make."""
 
@@ -100,18 +100,14 @@ class CosineTiles:
             region.tiles(out).copy_(_between(rows.T, region.of(coefficients), columns))
         return out
 
-    @cached_property
-    def _tables(self) -> dict[tuple[int, torch.device], Tensor]:
-        return {}
 
-    def components(self, most: int, device: torch.device) -> Tensor:
-        """How many each tensor has, int64 [K], if every tile has `most`, or all of its own."""
-        if (most, device) not in self._tables:
-            counts = dict.fromkeys(self.layout.names, 0)
-            for region in self.regions:
-                counts[region.slot.name] += region.count * min(most, region.size)
-            self._tables[most, device] = torch.tensor(list(counts.values()), device=device)
-        return self._tables[most, device]
+@lru_cache(maxsize=64)
+def components(tiles: CosineTiles, most: int, device: torch.device) -> Tensor:
+    """How many each tensor has, int64 [K], if every tile has `most`, or all of its own."""
+    counts = dict.fromkeys(tiles.layout.names, 0)
+    for region in tiles.regions:
+        counts[region.slot.name] += region.count * min(most, region.size)
+    return torch.tensor(list(counts.values()), device=device)
 
 
 def _between(left: Tensor, tiles: Tensor, right: Tensor) -> Tensor:
@@ -125,10 +121,8 @@ def _between(left: Tensor, tiles: Tensor, right: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def tiles_of(layout: Layout, chunk: int) -> CosineTiles:
     regions = sorted((region for slot in layout for region in _regions(slot, chunk)), key=lambda region: region.size)
-    placed, begin = [], 0
-    for region in regions:
-        placed.append(Region(region.slot, region.rows, region.columns, region.tile, begin))
-        begin += region.count * region.size
+    begins = accumulate((region.count * region.size for region in regions), initial=0)
+    placed = (replace(region, begin=begin) for region, begin in zip(regions, begins, strict=False))
     return CosineTiles(layout, tuple(placed))
 
 

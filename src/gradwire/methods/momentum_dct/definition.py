@@ -13,7 +13,7 @@ from gradwire.codec.compact_bits import MASK, SPARE, deposit, fetch, signed, uns
 from gradwire.layout import Layout
 from gradwire.methods.base import Context
 from gradwire.methods.fixed import Body, Fixed
-from gradwire.methods.momentum_dct.cosine import CosineTiles, Group, tiles_of
+from gradwire.methods.momentum_dct.cosine import CosineTiles, Group, components, tiles_of
 from gradwire.methods.residual import Residual, WithResidual
 
 LONGEST = 128  # side of a tile: its places then have 14 bits
@@ -73,7 +73,7 @@ class MomentumDCT(WithResidual, Fixed):
         def undo() -> None:
             residual.copy_(before)
 
-        return Body(signed(words[:-SPARE]), sent.abs().sum(), undo, tiles.components(self.k, grad.device))
+        return Body(signed(words[:-SPARE]), sent.abs().sum(), undo, components(tiles, self.k, grad.device))
 
     def accumulate(self, grad: Tensor, state: Residual, context: Context) -> None:
         """m = momentum * m + g, where there is a gradient."""

@@ -51,11 +51,11 @@ def _encode(
 ) -> float:
     """words[begin:end] of the elements in them; returns the sum of norm * level."""
     each, sent = 32 // bits, 0.0
-    codes, group = np.empty(TILE * each, np.uint8), int(np.searchsorted(ends, begin * each, side="right"))
+    codes = np.empty(TILE * each, np.uint8)
     for tile in range(begin, end, TILE):
         tile_end = min(tile + TILE, end)
         origin, stop = tile * each, min(tile_end * each, grad.size)
-        sent, group = round_tile(origin, stop, group, grad, norms, ends, slots, keys, bits, codes, sent)
+        sent = round_tile(origin, stop, grad, norms, ends, slots, keys, bits, codes, sent)
         fields_cpu.pack(0, tile_end - tile, codes[: stop - origin], bits, words[tile:tile_end])
     return sent
 
@@ -70,11 +70,10 @@ def add(words: Tensor, units: Tensor, groups: ScaleGroups, bits: int, out: Tenso
 def _decode(begin: int, end: int, words: Array, units: Array, ends: Array, bits: int, out: Array) -> None:
     """out += all ranks' words[:, begin:end], tile by tile, in rank order."""
     each, levels = 32 // bits, (1 << (bits - 1)) - 1
-    codes, first = np.empty(TILE * each, np.uint8), int(np.searchsorted(ends, begin * each, side="right"))
+    codes = np.empty(TILE * each, np.uint8)
     for tile in range(begin, end, TILE):
         tile_end = min(tile + TILE, end)
-        origin, stop, group = tile * each, min(tile_end * each, out.size), first
+        origin, stop = tile * each, min(tile_end * each, out.size)
         for rank in range(words.shape[0]):
             fields_cpu.unpack(0, tile_end - tile, words[rank, tile:tile_end], bits, codes[: stop - origin])
-            group = add_tile(origin, stop, first, codes, units[rank], ends, levels, out)
-        first = group
+            add_tile(origin, stop, codes, units[rank], ends, levels, out)

@@ -15,8 +15,8 @@ from gradwire.methods.terngrad.trits import EACH, PLACES
 
 TILE = 2048  # bytes whose elements stay in the first-level cache between rounding and packing
 BITS = 2  # of a code: the sign and one level, so 0, 1 for plus and 3 for minus
-# what a byte says, [256, 5]: 0, 1 or -1
-TRITS = ((np.arange(256)[:, None] // np.array(PLACES) + 1) % 3 - 1).astype(np.int8)
+# the codes that a byte holds, [256, 5]
+CODES = np.array([0, 1, 3], np.uint8)[np.arange(256)[:, None] // np.array(PLACES) % 3]
 
 
 def moments(grad: Tensor, firsts: Tensor, blocks: ScaleGroups) -> Tensor:
@@ -53,11 +53,11 @@ def _encode(
     begin: int, end: int, grad: Array, scales: Array, ends: Array, slots: Array, keys: Array, packed: Array
 ) -> float:
     """packed[begin:end], bytes of the elements in them; returns |sent|_1."""
-    codes, sent, tensor = np.empty(TILE * EACH, np.uint8), 0.0, int(np.searchsorted(ends, begin * EACH, side="right"))
+    codes, sent = np.empty(TILE * EACH, np.uint8), 0.0
     for tile in range(begin, end, TILE):
         tile_end = min(tile + TILE, end)
         origin, stop = tile * EACH, min(tile_end * EACH, grad.size)
-        sent, tensor = round_tile(origin, stop, tensor, grad, scales, ends, slots, keys, BITS, codes, sent)
+        sent = round_tile(origin, stop, grad, scales, ends, slots, keys, BITS, codes, sent)
         codes[max(stop - origin, 0) : (tile_end - tile) * EACH] = 0
         for i in range((tile_end - tile) * EACH):
             codes[i] -= codes[i] >> np.uint8(1)  # 3 becomes 2
@@ -69,20 +69,19 @@ def _encode(
 
 def add(packed: Tensor, units: Tensor, tensors: ScaleGroups, out: Tensor) -> None:
     """out += all ranks' bytes [W, n]; units [W, K]: s, times the weight."""
-    inputs = (packed.numpy(), units.numpy(), tensors.ends, TRITS, out.numpy())
+    inputs = (packed.numpy(), units.numpy(), tensors.ends, CODES, out.numpy())
     shared(parts_of_words(packed.shape[1], EACH), _decode, *inputs)
 
 
 @machine_code
 def _decode(begin: int, end: int, packed: Array, units: Array, ends: Array, table: Array, out: Array) -> None:
     """out += all ranks' packed[:, begin:end], tile by tile, in rank order."""
-    trits, first = np.empty(TILE * EACH, np.int8), int(np.searchsorted(ends, begin * EACH, side="right"))
+    codes = np.empty(TILE * EACH, np.uint8)
     for tile in range(begin, end, TILE):
         tile_end = min(tile + TILE, end)
-        origin, stop, tensor = tile * EACH, min(tile_end * EACH, out.size), first
+        origin, stop = tile * EACH, min(tile_end * EACH, out.size)
         for rank in range(packed.shape[0]):
             for i in range(tile_end - tile):
                 for place in range(EACH):
-                    trits[i * EACH + place] = table[packed[rank, tile + i], place]
-            tensor = add_tile(origin, stop, first, trits, units[rank], ends, 0, out)
-        first = tensor
+                    codes[i * EACH + place] = table[packed[rank, tile + i], place]
+            add_tile(origin, stop, codes, units[rank], ends, 1, out)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from gradwire.arithmetic.groups_cpu import MAGNITUDE, collect
 from gradwire.codec import CHUNK
-from gradwire.codec.quota import Quota
+from gradwire.codec.quota import Quota, table_of
 from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.segments import Segments
 from gradwire.compile.threads import shared
@@ -19,35 +18,20 @@ from gradwire.layout import Slot
 from gradwire.methods.topk.largest import EXPECTED, RANK, line_of, sampled
 
 
-class SearchTable(NamedTuple):
-    """What follows from the quota alone, K tensors."""
-
-    segments: Segments
-    cuts: Array  # int64 [K + 1], the first segment of each tensor
-    counts: Array  # int64 [K], k
-    lasts: Array  # int64 [K], the last place
-    samples: tuple[tuple[int, Slot, int], ...]  # tensors whose floor is from a sample: number, slot, size of the sample
-
-
 @functools.lru_cache(maxsize=256)
-def _table(quota: Quota, n_threads: int) -> SearchTable:
-    segments = Segments.of(quota.layout, n_threads, CHUNK)
-    numbered = enumerate(zip(quota.layout, quota.counts, strict=True))
-    return SearchTable(
-        segments,
-        np.array(segments.of_slots, np.int64),
-        np.array(quota.counts, np.int64),
-        np.array([slot.offset + slot.numel - 1 for slot in quota.layout], np.int64),
-        tuple((i, slot, EXPECTED * slot.numel // k) for i, (slot, k) in numbered if sampled(k, slot.numel)),
-    )
+def _search(quota: Quota, n_threads: int) -> tuple[Segments, Array, Array, list[tuple[int, Slot, int]]]:
+    """The segments; k and the last place of each tensor, int64 [K]; whose floor is from a sample of which size."""
+    table, numbered = table_of(quota, torch.device("cpu")), enumerate(zip(quota.layout, quota.counts, strict=True))
+    samples = [(i, slot, EXPECTED * slot.numel // k) for i, (slot, k) in numbered if sampled(k, slot.numel)]
+    lasts = (table.offsets + table.numels - 1).numpy()
+    return Segments.of(quota.layout, n_threads, CHUNK), table.counts.numpy(), lasts, samples
 
 
 def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor | None) -> tuple[Tensor, Tensor]:
     """As largest.largest, in two loops: those not below the floor, then the k largest of these."""
-    table, values = _table(quota, torch.get_num_threads()), flat.numpy()
-    segments = table.segments
-    floors = np.ones(len(table.counts), np.int32)
-    for number, slot, size in table.samples:
+    segments, counts, lasts, samples = _search(quota, torch.get_num_threads())
+    values, floors = flat.numpy(), np.ones(len(counts), np.int32)
+    for number, slot, size in samples:
         floors[number] = _floor(slot.of(flat).numpy(), *line_of(step, slot), size, RANK)
     if active is not None:
         floors[~active.numpy()] = MAGNITUDE
@@ -55,11 +39,11 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
     where, lists = (segments.begins, segments.ends, segments.slots), (values, places, found)
     shared(segments.parts, _collect, *where, floors, *lists)
     if exact:
-        short = (segments.by_slot(found) < table.counts) & (floors > 1) & (floors < MAGNITUDE)
+        short = (segments.by_slot(found) < counts) & (floors > 1) & (floors < MAGNITUDE)
         if short.any():
             shared(segments.parts, _collect, *where, np.where(short, np.int32(1), floors), *lists)
     chosen, sent = np.empty(quota.total, np.int64), np.zeros(quota.total, np.float32)
-    _choose(table.cuts, segments.begins, found, places, table.counts, table.lasts, values, chosen, sent)
+    _choose(segments.of_slots, segments.begins, found, places, counts, lasts, values, chosen, sent)
     return torch.from_numpy(chosen), torch.from_numpy(sent)
 
 

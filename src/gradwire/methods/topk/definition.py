@@ -57,27 +57,23 @@ class TopK(WithResidual, Fixed):
             object.__setattr__(self, "ratio", None)
         if self.density is None:
             object.__setattr__(self, "density", DENSITY)
-        check_density("TopK", self._final)
+        check_density("TopK", self.share)
         check_momentum("TopK", self.momentum)
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise ValueError(f"TopK: clip must be a finite number > 0, got {self.clip}")
         if self.warmup < 0:
             raise ValueError(f"TopK: warmup must be >= 0 steps, got {self.warmup}")
 
-    @property
-    def _final(self) -> float:
-        assert self.density is not None
-        return self.density
-
     def density_of(self, step: int) -> float:
         """0.25 (density / 0.25)^(step / warmup) in the warm-up; six digits, as libraries differ in the last one."""
-        if step >= self.warmup or self._final >= WARM:
-            return self._final
-        return float(f"{WARM * (self._final / WARM) ** (step / self.warmup):.6g}")
+        if step >= self.warmup or self.share >= WARM:
+            return self.share
+        return float(f"{WARM * (self.share / WARM) ** (step / self.warmup):.6g}")
 
     @property
     def share(self) -> float:
-        return self._final
+        assert self.density is not None
+        return self.density
 
     @property
     def own_momentum(self) -> float:
@@ -94,7 +90,7 @@ class TopK(WithResidual, Fixed):
 
     def body_words(self, layout: Layout) -> int:
         """After the warm-up."""
-        return _body_words(code_of(layout, self._final))
+        return _body_words(code_of(layout, self.share))
 
     def words_in(self, context: Context) -> int:
         return _body_words(self._code(context))
