@@ -5,19 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.codec.compact_bits import signed, unsigned
+
 PLACE = (1 << 28) - 1
 
 
 def pack(index: Tensor, code: Tensor, chunk: int) -> Tensor:
     """int64 places and int32 codes to int32 words [n]."""
-    word = (code.long() << 28) | (index % chunk)
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).int()
+    return signed((code.long() << 28) | (index % chunk))
 
 
 def unpack(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """int32 words, in chunks of `counts`, to int64 places and int32 codes."""
     base = torch.repeat_interleave(torch.arange(len(counts), device=words.device) * chunk, counts.long())
-    word = words.long() & 0xFFFFFFFF
+    word = unsigned(words)
     return base + (word & PLACE), (word >> 28).int()
 
 
