@@ -155,11 +155,13 @@ def emit(
         if tau > ZERO or feedback:
             here, exponent = slice(begin, end), exponents[slots[segment]]
             lists = places[here], codes[here], old_residual[here], old_variance[here]
-            if variance is None:
-                rest = None
-            else:
-                rest = variance[begin:]
-            leave(*lists, residual[begin:], rest, exponent, tau)
+            leave(*lists, residual[begin:], part(variance, begin), exponent, tau)
+
+
+@machine_code
+def part(array: Array | None, begin: int) -> Array | None:
+    """From `begin` on, of an array that may be None."""
+    return None if array is None else array[begin:]
 
 
 @machine_code
