@@ -24,7 +24,10 @@ def unpack(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 
 def places(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Where the words go, and which of them count: how many do is known on the device alone. int64, bool [M]."""
-    number = torch.arange(len(words), device=words.device)
     ends = counts.long().cumsum(0)
-    owner = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
-    return (words & PLACE).long() + owner * chunk, number < ends[-1]
+    if words.device.type == "cpu":  # nothing is waited for
+        words = words[: int(ends[-1])]
+    number, index = torch.arange(len(words), device=words.device), (words & PLACE).long()
+    if len(ends) > 1:
+        index += torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1) * chunk
+    return index, number < ends[-1]
