@@ -10,9 +10,9 @@ from typing import cast
 import torch
 
 from gradwire.codec import reference
-from gradwire.codec.interface import CHUNK, PROBLEMS, SMALLEST, Codec, Encoded, Inputs, Rule, Selection
+from gradwire.codec.interface import CHUNK, PROBLEMS, SMALLEST, Codec, Inputs, Rule, Selection
 
-__all__ = ["CHUNK", "PROBLEMS", "SMALLEST", "Codec", "Encoded", "Inputs", "Rule", "Selection", "numba_ready", "select"]
+__all__ = ["CHUNK", "PROBLEMS", "SMALLEST", "Codec", "Inputs", "Rule", "Selection", "numba_ready", "select"]
 __all__ += ["triton_ready"]
 
 # by device: the module, and the compiler it needs. Loaded when first asked for: a compiler takes a second to import.

@@ -35,13 +35,6 @@ PROBLEMS = (  # what is wrong with a message, by number
     "there are bits behind the end of the directory or of a payload",
 )
 
-UNSENDABLE = (  # what is wrong with the elements given to `pack`
-    "",
-    "expected places in ascending order, inside the bucket and in tensors with capacity, and codes of 4 bits",
-    "a tensor has more elements than its capacity: cut the selection first",
-    "expected codes that are a sign only (d = 0), because tau is all that is sent",
-)
-
 
 def refusal(problem: int) -> MessageError:
     return MessageError(f"this is no compact message for this bucket: {PROBLEMS[problem]}")
@@ -66,10 +59,14 @@ class Planes:
 
 
 def pack(index: Tensor, code: Tensor, blocks: Blocks) -> tuple[Tensor, Tensor]:
-    """Places int64 [n], ascending, and codes int32 [n] to orders int32 [K] and the body, int32 [blocks.words]."""
+    """Places int64 [n], ascending, and codes int32 [n] to orders int32 [K] and the body, int32 [blocks.words].
+
+    Not checked: the places lie in tensors with capacity, no tensor has more elements than that, codes have 4 bits.
+    """
     tables, code_bits = blocks.tables(index.device), _code_bits(blocks)
-    runs = _into_blocks(index, code, tables, blocks)
-    block, ordinal = runs.block, runs.ordinal()
+    block = torch.bucketize(index, tables.begin, right=True) - 1
+    runs = BlockRuns(torch.bincount(block, minlength=blocks.count), block)
+    ordinal = runs.ordinal()
     before = torch.where(ordinal == 0, tables.begin[block] - 1, index.roll(1))
     gap = index - before - 1
     orders = _orders(tables.tensor[block], code, blocks)
@@ -161,22 +158,6 @@ def _orders(tensor: Tensor, code: Tensor, blocks: Blocks) -> Tensor:
         return torch.zeros(len(blocks.layout), dtype=torch.int32, device=code.device)
     frequency = torch.bincount(tensor * 8 + (code & 7), minlength=len(blocks.layout) * 8)
     return orders_of(frequency.view(-1, 8))
-
-
-def _into_blocks(index: Tensor, code: Tensor, tables: Tables, blocks: Blocks) -> BlockRuns:
-    """Which block each element is in, after checking that all of them can be sent."""
-    within = torch.bucketize(index, tables.begin, right=True) - 1
-    block = within.clamp(min=0)
-    stop = tables.begin + tables.length
-    outside = (within < 0) | (index >= stop[block]) if blocks.count else torch.ones_like(index, dtype=torch.bool)
-    if bool((outside | (code < 0) | (code > 15)).any()) or bool((index[1:] <= index[:-1]).any()):
-        raise ValueError(UNSENDABLE[1])
-    runs = BlockRuns(torch.bincount(block, minlength=blocks.count), block)
-    if bool((_by_tensor(runs.count, tables) > tables.capacity).any()):
-        raise ValueError(UNSENDABLE[2])
-    if blocks.hybrid and bool((code & 7).any()):
-        raise ValueError(UNSENDABLE[3])
-    return runs
 
 
 def _by_tensor(count: Tensor, tables: Tables) -> Tensor:

@@ -83,7 +83,6 @@ class Tables:
     entry: Tensor  # int64 [B], the first bit of its entry in the directory
     entry_bits: Tensor  # int64 [B]
     tensor: Tensor  # int64 [B], the tensor it belongs to
-    first: Tensor  # int64 [K + 1], the first block of each tensor
     capacity: Tensor  # int64 [K]
 
 
@@ -152,7 +151,7 @@ class Blocks:
     @cached_property
     def arrays(self) -> tuple[Array, Array]:
         """For machine code: what `Tables` has of every block, [6, B], and the capacity, [K]."""
-        *of_blocks, _, capacity = self._arrays()
+        *of_blocks, capacity = self._arrays()
         return np.stack(of_blocks), capacity
 
     def _arrays(self) -> tuple[Array, ...]:
@@ -166,7 +165,7 @@ class Blocks:
         count_bits = np.searchsorted(POWERS, np.minimum(length, capacity[tensor]))  # the powers of two below it
         entry_bits = np.array(self.entry_bits)[tensor]
         entry = np.array(self.entries)[tensor] + number * entry_bits
-        return offsets[tensor] + within, length, count_bits, entry, entry_bits, tensor, first, capacity
+        return offsets[tensor] + within, length, count_bits, entry, entry_bits, tensor, capacity
 
 
 def bounds(layout: Layout) -> tuple[list[int], list[int]]:

@@ -54,28 +54,16 @@ class Inputs(NamedTuple):
 
 
 @dataclass
-class Encoded:
-    """What one encode sends. Nothing here has to be waited for: how many there are is known on the device alone."""
-
-    message: Tensor  # int32 [shape.words]
-    codes: Tensor  # int32 [K, 8], how many elements were sent with each d
-    exponents: Tensor  # int32 [K], e_k or NOTHING
-    passed: Tensor  # int32 [K], elements that asked for room; -1 for a tensor without a gradient
-    undo: Callable[[], None]  # puts r and v of the sent elements back as they were before the send
-    places: Callable[[], tuple[Tensor, Tensor]]  # int64 [M], where what is sent was, and which of these count, bool [M]
-
-
-@dataclass
 class Selection:
-    """The same before it is a message."""
+    """What one encode sends. Nothing here has to be waited for: how many there are is known on the device alone."""
 
     words: Tensor  # int32 [sum(capacity)], in ascending order of their place, zeros after the last
     counts: Tensor  # int32 [C], words of each chunk
-    codes: Tensor
-    exponents: Tensor
-    passed: Tensor
+    codes: Tensor  # int32 [K, 8], how many elements are sent with each d
+    exponents: Tensor  # int32 [K], e_k or NOTHING
+    passed: Tensor  # int32 [K], elements that asked for room; -1 for a tensor without a gradient
     finite: Tensor  # bool [], no bad gradient or moment
-    undo: Callable[[], None]
+    undo: Callable[[], None]  # puts r and v of the sent elements back as they were before the send
 
 
 class Codec(Protocol):
@@ -84,7 +72,7 @@ class Codec(Protocol):
     `reference` is the definition; the others have its results bit for bit.
     """
 
-    def encode(self, inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded: ...
+    def encode(self, inputs: Inputs, shape: Shape, rule: Rule, step: int) -> tuple[Tensor, Selection]: ...
 
     def decode(self, messages: Tensor, shape: Shape, rule: Rule, step: int, out: Tensor) -> Tensor: ...
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gradwire.codec.interface import Rule
-from gradwire.codec.quota import quota_of, table_of
+from gradwire.codec.quota import Quota, table_of
 from gradwire.layout import Layout
 
 SHIFT = 19  # bits of a score below those that are its bin
@@ -33,7 +33,7 @@ def limits(histogram: Tensor, layout: Layout, rule: Rule) -> Tensor:
     of a NaN, so that kernels may compare s with a limit as float32: the same elements pass.
     """
     assert rule.density is not None
-    wanted = table_of(quota_of(layout, rule.density), histogram.device).counts
+    wanted = table_of(Quota.of(layout, rule.density), histogram.device).counts
     within = histogram.cumsum(1, dtype=torch.int64)  # in this bin or a lower one
     rest = within[:, -1:] - wanted[:, None]  # how many are not to pass
     place = torch.searchsorted(within, rest)  # b: the lowest bin in which there are as many, or in a lower one

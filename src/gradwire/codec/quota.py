@@ -32,9 +32,11 @@ class Quota:
     counts: tuple[int, ...]  # [K]
 
     @classmethod
+    @lru_cache(maxsize=256)  # buckets, in some steps
     def of(cls, layout: Layout, density: float) -> Quota:
         """Kept for the last few: both sides of an exchange ask for the same."""
-        return quota_of(layout, density)
+        share = Fraction(str(density))  # as it is written: 0.07 of 100 elements are 7, though 0.07 * 100 > 7
+        return cls(layout, tuple(min(slot.numel, max(1, math.floor(share * slot.numel))) for slot in layout))
 
     @cached_property
     def total(self) -> int:
@@ -54,13 +56,6 @@ def check_density(method: str, density: float) -> None:
     """Refuses what is no share of a tensor."""
     if not 0 < density <= 1:
         raise ValueError(f"{method}: density must be in (0, 1], got {density}")
-
-
-@lru_cache(maxsize=256)  # buckets, in some steps
-def quota_of(layout: Layout, density: float) -> Quota:
-    """Kept for the last few: both sides of an exchange ask for the same."""
-    share = Fraction(str(density))  # as it is written: 0.07 of 100 elements are 7, though 0.07 * 100 > 7
-    return Quota(layout, tuple(min(slot.numel, max(1, math.floor(share * slot.numel))) for slot in layout))
 
 
 @lru_cache(maxsize=256)

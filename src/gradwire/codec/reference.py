@@ -6,7 +6,6 @@ Every operation is rounded to float32 by itself and none is fused, so that every
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +21,6 @@ from gradwire.codec.interface import (
     ROUNDING,
     SMALLEST,
     WINDOW,
-    Encoded,
     Inputs,
     Rule,
     Selection,
@@ -34,53 +32,26 @@ from gradwire.layout import Layout, Slot
 LOW = 0xFFFFFFFF
 
 
-def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
-    """Accumulate, decide, quantize, pack: changes r and v in place and returns the message that is to be sent.
-
-    r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta. With a density: sent
-    where the score r^2 - alpha v is among the largest of its tensor.
-    `shape.capacity`: how many elements of each tensor fit; the others wait as if they had not passed.
-    """
-    chosen, finite = choose(inputs, shape.layout, rule, shape.capacity, step)
-    counts, orders = torch.bincount(chosen.index // shape.chunk, minlength=shape.chunks).int(), None
-    if shape.blocks is None:
-        body = torch.zeros(shape.room, dtype=torch.int32, device=chosen.index.device)
-        body[: len(chosen.index)] = wire_words.pack(chosen.index, chosen.code, shape.chunk)
-    else:
-        orders, body = compact.pack(chosen.index, chosen.code, shape.blocks)
+def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> tuple[Tensor, Selection]:
+    """`select`, and the message of it that is to be sent."""
+    chosen = select(inputs, shape.layout, rule, shape.capacity, step, shape.chunk)
+    orders, body, counts = None, chosen.words, chosen.counts
+    if shape.blocks is not None:
+        orders, body = pack(chosen.words, counts, chosen.codes, shape.blocks, shape.chunk)
         counts = torch.zeros_like(counts)  # its blocks count for themselves
-    message = seal(shape, step, Parts(finite, counts, chosen.passed, chosen.exponents, orders, body))
-
-    def places() -> tuple[Tensor, Tensor]:
-        return chosen.index, torch.ones_like(chosen.index, dtype=torch.bool)
-
-    return Encoded(message, chosen.codes, chosen.exponents, chosen.passed, chosen.undo, places)
+    return seal(shape, step, Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)), chosen
 
 
 def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int, chunk: int) -> Selection:
-    """The same as far as words, `chunk` places each: no message."""
-    chosen, finite = choose(inputs, layout, rule, capacity, step)
-    counts = torch.bincount(chosen.index // chunk, minlength=max(1, -(-layout.numel // chunk))).int()
-    words = torch.zeros(sum(capacity), dtype=torch.int32, device=chosen.index.device)
-    words[: len(chosen.index)] = wire_words.pack(chosen.index, chosen.code, chunk)
-    return Selection(words, counts, chosen.codes, chosen.exponents, chosen.passed, finite, chosen.undo)
+    """Accumulate, decide, quantize: changes r and v in place and returns the words of who is sent, `chunk` places each.
 
-
-@dataclass(frozen=True)
-class Elements:
-    """What is sent, n elements in ascending order of their place."""
-
-    index: Tensor  # int64 [n]
-    code: Tensor  # int32 [n], sign << 3 | d
-    codes: Tensor  # int32 [K, 8], how many there are with each d
-    exponents: Tensor  # int32 [K]
-    passed: Tensor  # int32 [K], elements that asked for room
-    undo: Callable[[], None]
-
-
-def choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], step: int) -> tuple[Elements, Tensor]:
-    """Steps 2 to 4 but for the message: who is sent, r and v after it; and whether all was finite, bool []."""
+    r += g;  v += m;  sent where r^2 > alpha v + floor^2 (r = v = 0 after it), elsewhere v *= zeta. With a density: sent
+    where the score r^2 - alpha v is among the largest of its tensor.
+    `capacity`: how many elements of each tensor fit; the others wait as if they had not passed.
+    """
     grad, moment, residual, variance, active = inputs
+    if variance is None or moment is None:  # nobody keeps them: zeros say the same
+        moment, variance = torch.zeros_like(grad), torch.zeros_like(grad)
     live = None if active is None else layout.spread(active)
     finite = accumulate(grad, moment, residual, variance, live)
     if rule.density is None:
@@ -97,17 +68,16 @@ def choose(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
     undo = settle(index, values(index, code, exponents, layout, rule), residual, variance, live, rule)
     cells = layout.slot_of(index) * (WINDOW + 1) + (code & WINDOW)
     codes = torch.bincount(cells, minlength=len(layout) * (WINDOW + 1)).int().view(-1, WINDOW + 1)
-    return Elements(index, code, codes, exponents, passed, undo), finite
+    counts = torch.bincount(index // chunk, minlength=max(1, -(-layout.numel // chunk))).int()
+    words = torch.zeros(sum(capacity), dtype=torch.int32, device=index.device)
+    words[: len(index)] = wire_words.pack(index, code, chunk)
+    return Selection(words, counts, codes, exponents, passed, finite, undo)
 
 
-def accumulate(
-    grad: Tensor, moment: Tensor | None, residual: Tensor, variance: Tensor | None, live: Tensor | None
-) -> Tensor:
+def accumulate(grad: Tensor, moment: Tensor, residual: Tensor, variance: Tensor, live: Tensor | None) -> Tensor:
     """r += g, v += m where both stay finite; a bad value adds nothing. Returns whether all were good, bool []."""
-    sums = [(residual, residual + grad)]
-    if variance is not None and moment is not None:
-        sums.append((variance, variance + moment))
-    good = torch.stack([torch.isfinite(total) for _, total in sums]).all(0)
+    sums = (residual, residual + grad), (variance, variance + moment)
+    good = torch.isfinite(sums[0][1]) & torch.isfinite(sums[1][1])
     if live is None:
         finite = good.all()
     else:
@@ -118,29 +88,22 @@ def accumulate(
     return finite
 
 
-def decide(residual: Tensor, variance: Tensor | None, live: Tensor | None, rule: Rule) -> Tensor:
+def decide(residual: Tensor, variance: Tensor, live: Tensor | None, rule: Rule) -> Tensor:
     """The elements that are unambiguous, bool [N]."""
     size = residual.abs()
-    threshold = torch.zeros_like(residual) if variance is None else variance * rule.alpha
-    if rule.floor:
-        floor = torch.tensor(rule.floor, dtype=torch.float32)  # squared in float32, as a kernel does
-        threshold = threshold + float(floor * floor)
-    passes = (residual * residual > threshold) & (size >= SMALLEST)
+    floor = torch.tensor(rule.floor, dtype=torch.float32)  # squared in float32, as a kernel does
+    passes = (residual * residual > variance * rule.alpha + float(floor * floor)) & (size >= SMALLEST)
     if rule.tau is not None:
         passes &= size > rule.tau
     return passes if live is None else passes & live
 
 
-def decide_by_score(
-    residual: Tensor, variance: Tensor | None, live: Tensor | None, layout: Layout, rule: Rule
-) -> Tensor:
+def decide_by_score(residual: Tensor, variance: Tensor, live: Tensor | None, layout: Layout, rule: Rule) -> Tensor:
     """About k = max(1, floor(density n)) elements of every tensor of n, those of the largest scores, bool [N].
 
     s = fl(fl(r r) - fl(alpha v)) counts where s > 0 and |r| >= SMALLEST; the rest of the definition is in limits.py.
     """
-    score = residual * residual
-    if variance is not None:
-        score -= variance * rule.alpha
+    score = residual * residual - variance * rule.alpha
     counted = (score > 0) & (residual.abs() >= SMALLEST)
     if live is not None:
         counted &= live
@@ -215,26 +178,21 @@ def values(index: Tensor, code: Tensor, exponents: Tensor, layout: Layout, rule:
 
 
 def settle(
-    index: Tensor, sent: Tensor, residual: Tensor, variance: Tensor | None, live: Tensor | None, rule: Rule
+    index: Tensor, sent: Tensor, residual: Tensor, variance: Tensor, live: Tensor | None, rule: Rule
 ) -> Callable[[], None]:
     """r and v after the send of the values `sent` at `index`, v decayed elsewhere. Returns what takes the send back."""
-    states = [residual] if variance is None else [residual, variance]
-    before = [state[index] for state in states]
-    if variance is not None:
-        variance.copy_(variance * rule.zeta if live is None else torch.where(live, variance * rule.zeta, variance))
-    for state, rest in zip(states, remainder(*before, sent=sent, rule=rule), strict=False):
-        state[index] = rest
+    r, v = residual[index], variance[index]
+    variance.copy_(variance * rule.zeta if live is None else torch.where(live, variance * rule.zeta, variance))
+    residual[index], variance[index] = remainder(r, v, sent, rule)
 
     def undo() -> None:
-        for state, old in zip(states, before, strict=True):
-            state[index] = old
+        residual[index], variance[index] = r, v
 
     return undo
 
 
-def remainder(r: Tensor, v: Tensor | None = None, *, sent: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+def remainder(r: Tensor, v: Tensor, sent: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
     """r and v of the sent elements after the send."""
-    v = torch.zeros_like(r) if v is None else v
     if rule.tau is not None:
         # with r as it was before the send: what is left is then still unambiguous for alpha >= 1
         tau = float(torch.tensor(rule.tau, dtype=torch.float32))

@@ -5,25 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gradwire.codec.compact_bits import signed, unsigned
+
 PLACE = (1 << 28) - 1
 
 
 def pack(index: Tensor, code: Tensor, chunk: int) -> Tensor:
     """int64 places and int32 codes to int32 words [n]."""
-    word = (code.long() << 28) | (index % chunk)
-    return torch.where(word >= 1 << 31, word - (1 << 32), word).int()
+    return signed((code.long() << 28) | (index % chunk))
 
 
 def unpack(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """int32 words, in chunks of `counts`, to int64 places and int32 codes."""
     base = torch.repeat_interleave(torch.arange(len(counts), device=words.device) * chunk, counts.long())
-    word = words.long() & 0xFFFFFFFF
+    word = unsigned(words)
     return base + (word & PLACE), (word >> 28).int()
 
 
 def places(words: Tensor, counts: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
     """Where the words go, and which of them count: how many do is known on the device alone. int64, bool [M]."""
-    number = torch.arange(len(words), device=words.device)
     ends = counts.long().cumsum(0)
-    owner = torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1)
-    return (words & PLACE).long() + owner * chunk, number < ends[-1]
+    if words.device.type == "cpu":  # nothing is waited for
+        words = words[: int(ends[-1])]
+    number, index = torch.arange(len(words), device=words.device), (words & PLACE).long()
+    if len(ends) > 1:
+        index += torch.searchsorted(ends, number, right=True).clamp_(max=len(ends) - 1) * chunk
+    return index, number < ends[-1]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from gradwire.codec.header import FIXED, WORD_BYTES
 from gradwire.codec.interface import CHUNK
-from gradwire.codec.quota import quota_of
+from gradwire.codec.quota import Quota
 from gradwire.layout import Layout
 
 # Between two dense steps: a dense step clears every residual, and the first look at an element passes it far too often
@@ -153,7 +153,7 @@ class Capacity:
     def _bytes(self, words: Words, density: float) -> int:
         """Of a step's messages at most, with their heads (codec/header.py), whatever buckets the tensors lie in."""
         layout = Layout.of((name, (numel,)) for name, numel in self.numels.items())
-        rooms = zip(layout.slots, quota_of(layout, density).counts, strict=True)
+        rooms = zip(layout.slots, Quota.of(layout, density).counts, strict=True)
         bodies = sum(words(slot.numel, min(above(wanted), slot.numel)) for slot, wanted in rooms)
         tensors, buckets = len(layout.slots), min(self.buckets, len(layout.slots))
         chunks = buckets + layout.numel // CHUNK
@@ -172,7 +172,7 @@ class Capacity:
 
     def _by_density(self, layout: Layout, density: float) -> tuple[int, ...]:
         """As much as is wanted, or as little as passed."""
-        every = zip(layout.slots, quota_of(layout, density).counts, strict=True)
+        every = zip(layout.slots, Quota.of(layout, density).counts, strict=True)
         rooms = ((slot, above(wanted)) for slot, wanted in every)
         return tuple(min(room, slot.numel, padded(self.passed.get(slot.name, room))) for slot, room in rooms)
 

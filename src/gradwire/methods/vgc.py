@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache, partial
 from typing import Any, ClassVar
@@ -166,9 +166,9 @@ class VGC(WithResidual, Gather):
         if self.momentum:
             grad = quicken(state.velocity, grad, self.momentum, context)
         inputs, rule = self._inputs(grad, moment, state, context), self.rule_in(context)
-        sent = kernels.select(grad.device).encode(inputs, self.shape(context), rule, context.step)
-        undo = halted(sent.undo, *sent.places(), state.velocity) if self.momentum else sent.undo
-        return Message(sent.message, undo, sent.codes.sum(1), sent.passed, self.norm(sent.codes, sent.exponents))
+        message, sent = kernels.select(grad.device).encode(inputs, self.shape(context), rule, context.step)
+        undo = self._undo(sent, state, kernels.CHUNK)
+        return Message(message, undo, sent.codes.sum(1), sent.passed, self.norm(sent.codes, sent.exponents))
 
     def _inputs(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> kernels.Inputs:
         """Without v and m where they count for nothing."""
@@ -190,10 +190,13 @@ class VGC(WithResidual, Gather):
             grad = quicken(state.velocity, grad, self.momentum, context)
         inputs, rule = self._inputs(grad, moment, state, context), self.rule_in(context)
         chosen = kernels.select(grad.device).select(inputs, layout, rule, capacity, context.step, chunk)
-        if self.momentum:
-            index, real = words.places(chosen.words, chosen.counts, chunk)
-            chosen = replace(chosen, undo=halted(chosen.undo, index, real, state.velocity))
-        return chosen
+        return replace(chosen, undo=self._undo(chosen, state, chunk))
+
+    def _undo(self, sent: kernels.Selection, state: Any, chunk: int) -> Callable[[], None]:
+        """What takes it back; with momentum u = 0 where something is sent, and that too."""
+        if not self.momentum:
+            return sent.undo
+        return halted(sent.undo, *words.places(sent.words, sent.counts, chunk), state.velocity)
 
     def norm(self, codes: Tensor, exponents: Tensor) -> Tensor:
         """|sent|_1 = sum_k sum_d n_kd 2^(e_k - d), or n tau: the counts tell, no element is looked at again."""

@@ -56,7 +56,7 @@ def write_head(
     shape: Shape,
     step: int,
     finite: bool,
-    counts: Array | int,
+    counts: Array,
     passed: Array,
     exponents: Array,
     orders: Array | None,

@@ -10,7 +10,6 @@ Words are written through int64: all fields are at most 32 bits wide, so a shift
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,16 +22,7 @@ from gradwire.compile.machine_code import Array, machine_code
 from gradwire.compile.threads import SMALL, shared
 
 CLASS, FIRST, EXTRA = np.array(SYMBOL_CLASS), np.array(FIRST_SYMBOL), np.array(EXTRA_BITS)
-
-
-class Lists(NamedTuple):
-    """What is sent, in ascending order, as S lists: the elements of list s are at offsets[s] .. + counts[s] - 1."""
-
-    begins: Array  # int64 [S], the flat place from which the places of a list count
-    offsets: Array  # int64 [S]
-    counts: Array  # int64 [S]
-    places: Array  # int32
-    codes: Array  # uint8, sign << 3 | d
+CODE = np.uint32(28)  # where it lies in a word; unsigned, as an index of a table is then not tested for its sign
 
 
 @machine_code
@@ -46,68 +36,64 @@ def low_bits(length: int, count: int) -> int:
 
 
 @machine_code
-def locate(begin: Array, lists: Lists) -> tuple[Array, Array]:
-    """In which list each block's elements begin, and at which of it; int64 [B + 1] each."""
-    owner, at = np.zeros(len(begin) + 1, np.int64), np.zeros(len(begin) + 1, np.int64)
-    last, s = len(lists.begins) - 1, 0
-    for b in range(len(begin)):
-        while s < last and lists.begins[s + 1] <= begin[b]:
-            s += 1
-        low, high, place = 0, lists.counts[s], begin[b] - lists.begins[s]
+def locate(geometry: Array, words: Array, counts: Array, chunk: int) -> Array:
+    """Which word is each block's first, int64 [B + 1]. words: those of the chunks, one after another."""
+    first, piece, low, stop = np.zeros(geometry.shape[1] + 1, np.int64), 0, 0, counts[0]
+    for b in range(geometry.shape[1]):
+        while geometry[0, b] >= (piece + 1) * chunk:
+            piece, low = piece + 1, stop
+            stop += counts[piece]
+        high, place = stop if b == 0 else min(stop, low + geometry[1, b - 1]), geometry[0, b] - piece * chunk
         while low < high:
             middle = (low + high) // 2
-            if lists.places[lists.offsets[s] + middle] < place:
+            if words[middle] & PLACE < place:
                 low = middle + 1
             else:
                 high = middle
-        owner[b], at[b] = s, low
-    if last >= 0:
-        owner[-1], at[-1] = last, lists.counts[last]
-    return owner, at
+        first[b] = low
+    first[-1] = counts.sum()
+    return first
 
 
 @machine_code
-def elements(b: int, owner: Array, at: Array, lists: Lists) -> tuple[Array, Array, int]:
-    """Places and codes of a block, and what its places count from. Views, but where it lies in several lists."""
-    first, last, end = owner[b], owner[b + 1], at[b + 1]
-    while last > first and end == 0:
-        last -= 1
-        end = lists.counts[last]
-    if first == last:
-        here = slice(lists.offsets[first] + at[b], lists.offsets[first] + end)
-        return lists.places[here], lists.codes[here], lists.begins[first]
-    n_elements = end - at[b]
-    for s in range(first, last):
-        n_elements += lists.counts[s]
-    places, codes, to = np.empty(n_elements, np.int32), np.empty(n_elements, np.uint8), 0
-    for s in range(first, last + 1):
-        for i in range(at[b] if s == first else 0, end if s == last else lists.counts[s]):
-            places[to] = lists.places[lists.offsets[s] + i] + lists.begins[s] - lists.begins[first]
-            codes[to] = lists.codes[lists.offsets[s] + i]
-            to += 1
-    return places, codes, lists.begins[first]
+def elements(b: int, geometry: Array, words: Array, counts: Array, chunk: int, first: Array) -> tuple[Array, int]:
+    """The words of a block, and what their places count from: their chunk's begin, or of several chunks the block's."""
+    mine, begin = words[first[b] : first[b + 1]], geometry[0, b]
+    piece = begin // chunk
+    if begin + geometry[1, b] <= (piece + 1) * chunk:
+        return mine, piece * chunk
+    moved, end = mine.copy(), counts[: piece + 1].sum()
+    for i in range(len(moved)):
+        while first[b] + i >= end:
+            piece += 1
+            end += counts[piece]
+        moved[i] += np.uint32(piece * chunk - begin)
+    return moved, begin
 
 
 @machine_code
-def survey(start: int, stop: int, geometry: Array, lists: Lists, owner: Array, at: Array, stats: Array) -> None:
+def survey(
+    start: int, stop: int, geometry: Array, words: Array, counts: Array, chunk: int, first: Array, stats: Array
+) -> None:
     """Of the blocks start .. stop - 1 fills in stats [B, 11]:
 
     how often each d comes; zeros of the unary plane; k; how many elements.
     """
     for b in range(start, stop):
-        places, codes, origin = elements(b, owner, at, lists)
-        stats[b, 10] = len(places)
-        if len(places):
-            stats[b, 9] = bits = low_bits(geometry[1, b], len(places))
+        mine, origin = elements(b, geometry, words, counts, chunk, first)
+        stats[b, 10] = len(mine)
+        if len(mine):
+            stats[b, 9] = bits = low_bits(geometry[1, b], len(mine))
             before, zeros = geometry[0, b] - origin - 1, 0
-            for i in range(len(places)):
-                zeros += places[i] - before - 1 >> bits
-                before = places[i]
+            for i in range(len(mine)):
+                place = mine[i] & PLACE
+                zeros += place - before - 1 >> bits
+                before = place
             stats[b, 8] = zeros
-            for part in range(0, len(codes), 255):  # eight counters of eight bits in one register: twice as fast
+            for part in range(0, len(mine), 255):  # eight counters of eight bits in one register: twice as fast
                 counters = 0
-                for i in range(part, min(part + 255, len(codes))):
-                    counters += 1 << (codes[i] & 7) * 8
+                for i in range(part, min(part + 255, len(mine))):
+                    counters += 1 << (mine[i] >> 28 & 7) * 8
                 for d in range(8):
                     stats[b, d] += counters >> d * 8 & 255
 
@@ -174,11 +160,12 @@ def write_payloads(
     start: int,
     stop: int,
     geometry: Array,
-    lists: Lists,
-    owner: Array,
-    at: Array,
-    stats: Array,
     words: Array,
+    counts: Array,
+    chunk: int,
+    first: Array,
+    stats: Array,
+    payloads: Array,
     ends: Array,
     becomes: Array,
     code_bits: int,
@@ -186,29 +173,22 @@ def write_payloads(
     """The payloads of the blocks start .. stop - 1, into the payload area."""
     for b in range(start, stop):
         if stats[b, 10]:
-            places, codes, origin = elements(b, owner, at, lists)
+            mine, origin = elements(b, geometry, words, counts, chunk, first)
             rule = (geometry[2, b], stats[b, 9], becomes[geometry[5, b]], code_bits)
-            _write_block(words[ends[b] : ends[b + 1]], places, codes, geometry[0, b] - origin, *rule)
+            _write_block(payloads[ends[b] : ends[b + 1]], mine, geometry[0, b] - origin, *rule)
 
 
 @machine_code
 def _write_block(
-    payload: Array,
-    places: Array,
-    codes: Array,
-    begin: int,
-    count_bits: int,
-    low_bits: int,
-    becomes: Array,
-    code_bits: int,
+    payload: Array, words: Array, begin: int, count_bits: int, low_bits: int, becomes: Array, code_bits: int
 ) -> None:
     """Count and four planes through one accumulator: `fill` bits of it are not yet written."""
-    at, accumulator, fill = 0, len(places) - 1, count_bits
+    at, accumulator, fill = 0, len(words) - 1, count_bits
     if low_bits:
-        at, accumulator, fill = _put_low(payload, places, begin, low_bits, at, accumulator, fill)
-    at, accumulator, fill = _put_codes(payload, codes, becomes, code_bits, at, accumulator, fill)
-    at, accumulator, fill = _put_unary(payload, places, begin, low_bits, at, accumulator, fill)
-    at, accumulator, fill = _put_extra(payload, codes, becomes, at, accumulator, fill)
+        at, accumulator, fill = _put_low(payload, words, begin, low_bits, at, accumulator, fill)
+    at, accumulator, fill = _put_codes(payload, words, becomes, code_bits, at, accumulator, fill)
+    at, accumulator, fill = _put_unary(payload, words, begin, low_bits, at, accumulator, fill)
+    at, accumulator, fill = _put_extra(payload, words, becomes, at, accumulator, fill)
     if fill:
         payload[at] = accumulator
         if fill > 32:
@@ -216,43 +196,48 @@ def _write_block(
 
 
 @machine_code
+def _emptied(payload: Array, at: int, accumulator: int, fill: int) -> tuple[int, int, int]:
+    """Writes the accumulator's lower word if it is full."""
+    if fill < 32:
+        return at, accumulator, fill
+    payload[at] = accumulator
+    return at + 1, accumulator >> 32, fill - 32
+
+
+@machine_code
 def _put_low(
-    payload: Array, places: Array, begin: int, low_bits: int, at: int, accumulator: int, fill: int
+    payload: Array, words: Array, begin: int, low_bits: int, at: int, accumulator: int, fill: int
 ) -> tuple[int, int, int]:
     before, mask = begin - 1, (1 << low_bits) - 1
-    for i in range(len(places)):
-        accumulator |= (places[i] - before - 1 & mask) << fill
-        before = places[i]
-        fill += low_bits
-        if fill >= 32:
-            payload[at] = accumulator
-            at, accumulator, fill = at + 1, accumulator >> 32, fill - 32
+    for i in range(len(words)):
+        place = words[i] & PLACE
+        accumulator |= (place - before - 1 & mask) << fill
+        before = place
+        at, accumulator, fill = _emptied(payload, at, accumulator, fill + low_bits)
     return at, accumulator, fill
 
 
 @machine_code
 def _put_codes(
-    payload: Array, codes: Array, becomes: Array, code_bits: int, at: int, accumulator: int, fill: int
+    payload: Array, words: Array, becomes: Array, code_bits: int, at: int, accumulator: int, fill: int
 ) -> tuple[int, int, int]:
     mask = (1 << code_bits) - 1
-    for i in range(len(codes)):
-        accumulator |= (becomes[codes[i]] & mask) << fill
-        fill += code_bits
-        if fill >= 32:
-            payload[at] = accumulator
-            at, accumulator, fill = at + 1, accumulator >> 32, fill - 32
+    for i in range(len(words)):
+        accumulator |= (becomes[words[i] >> CODE] & mask) << fill
+        at, accumulator, fill = _emptied(payload, at, accumulator, fill + code_bits)
     return at, accumulator, fill
 
 
 @machine_code
 def _put_unary(
-    payload: Array, places: Array, begin: int, low_bits: int, at: int, accumulator: int, fill: int
+    payload: Array, words: Array, begin: int, low_bits: int, at: int, accumulator: int, fill: int
 ) -> tuple[int, int, int]:
     """Leaves up to 32 bits in the accumulator."""
     before = begin - 1
-    for i in range(len(places)):
-        fill += places[i] - before - 1 >> low_bits
-        before = places[i]
+    for i in range(len(words)):
+        place = words[i] & PLACE
+        fill += place - before - 1 >> low_bits
+        before = place
         while fill >= 32:
             payload[at] = accumulator
             at, accumulator, fill = at + 1, 0, fill - 32
@@ -263,33 +248,32 @@ def _put_unary(
 
 @machine_code
 def _put_extra(
-    payload: Array, codes: Array, becomes: Array, at: int, accumulator: int, fill: int
+    payload: Array, words: Array, becomes: Array, at: int, accumulator: int, fill: int
 ) -> tuple[int, int, int]:
     """Takes up to 32 bits in the accumulator and leaves up to 33."""
-    for i in range(len(codes)):
-        if fill >= 32:
-            payload[at] = accumulator
-            at, accumulator, fill = at + 1, accumulator >> 32, fill - 32
-        become = becomes[codes[i]]
+    for i in range(len(words)):
+        at, accumulator, fill = _emptied(payload, at, accumulator, fill)
+        become = becomes[words[i] >> CODE]
         accumulator |= (become >> 3 & 3) << fill
         fill += become >> 5
     return at, accumulator, fill
 
 
-def write(lists: Lists, blocks: Blocks, body: Array) -> Array:
+def write(words: Array, counts: Array, chunk: int, blocks: Blocks, body: Array) -> Array:
     """Writes the body, int32 [blocks.words], zeros until now; returns the orders, int32 [K]."""
     geometry, capacity = blocks.arrays
-    code_bits, words = 1 if blocks.hybrid else 3, body.view(np.uint32)
+    code_bits, n_words, out = 1 if blocks.hybrid else 3, int(counts.sum()), body.view(np.uint32)
     stats, parts = np.zeros((blocks.count, 11), np.int64), [(0, blocks.count)]
     if body.size > SMALL // 4 and torch.get_num_threads() > 1:
-        n_parts = max(1, min(torch.get_num_threads(), int(lists.counts.sum()) // SMALL))
+        n_parts = max(1, min(torch.get_num_threads(), n_words // SMALL))
         parts = [(blocks.count * part // n_parts, blocks.count * (part + 1) // n_parts) for part in range(n_parts)]
-    common = (geometry, lists, *locate(geometry[0], lists), stats)
+    given = (geometry, words.view(np.uint32), counts, chunk)
+    common = (*given, locate(*given), stats)
     _each(parts, survey, *common)
     orders, becomes = choose(stats, geometry[5], len(capacity), blocks.hybrid)
-    ends = write_directory(words, stats, becomes, geometry, code_bits)
+    ends = write_directory(out, stats, becomes, geometry, code_bits)
     assert ends[-1] <= blocks.payload_words, "room_words proves that this cannot be; machine code would write beyond"
-    _each(parts, write_payloads, *common, words[blocks.directory_words :], ends, becomes, code_bits)
+    _each(parts, write_payloads, *common, out[blocks.directory_words :], ends, becomes, code_bits)
     return np.asarray(orders)
 
 
@@ -302,10 +286,6 @@ def _each(parts: list[tuple[int, int]], function: Callable[..., None], *args: ob
 
 
 def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: int) -> tuple[Tensor, Tensor]:
-    """As `reference.pack`; the words of a chunk are a list."""
-    each = counts.numpy().astype(np.int64)
-    given = words.numpy()[: each.sum()]
-    places, signs = given & np.int32(PLACE), (given >> 28 & 15).astype(np.uint8)
-    lists = Lists(np.arange(len(each)) * chunk, each.cumsum() - each, each, places, signs)
+    """As `reference.pack`."""
     body = np.zeros(blocks.words, np.int32)
-    return torch.from_numpy(write(lists, blocks, body)), torch.from_numpy(body)
+    return torch.from_numpy(write(words.numpy(), counts.numpy(), chunk, blocks, body)), torch.from_numpy(body)

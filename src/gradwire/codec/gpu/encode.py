@@ -6,7 +6,6 @@ become a body in pack.py, a body a message in head.py.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.codec import words as wire_words
 from gradwire.codec.form import Shape
 from gradwire.codec.gpu import emit as emitting
 from gradwire.codec.gpu import records as kinds
@@ -26,7 +24,7 @@ from gradwire.codec.gpu.head import seal
 from gradwire.codec.gpu.pack import pack
 from gradwire.codec.gpu.scores import limited
 from gradwire.codec.header import Parts
-from gradwire.codec.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Encoded, Inputs, Rule, Selection
+from gradwire.codec.interface import GOLDEN, ROUNDING, SMALLEST, WINDOW, Inputs, Rule, Selection
 from gradwire.compile.launching import UNFUSED
 from gradwire.compile.tiles import Tiles, on_device, tiles_of
 from gradwire.layout import Layout
@@ -63,16 +61,14 @@ SCAN = 4096  # groups that the one program of `scan` looks at together
 APART = kinds.APART.value
 
 
-def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> Encoded:
+def encode(inputs: Inputs, shape: Shape, rule: Rule, step: int) -> tuple[Tensor, Selection]:
     """As `reference.encode`."""
     chosen = select(inputs, shape.layout, rule, shape.capacity, step, shape.chunk)
     orders, body, counts = None, chosen.words, chosen.counts
     if shape.blocks is not None:
         orders, body = pack(chosen.words, counts, chosen.codes, shape.blocks, shape.chunk)
         counts = torch.zeros_like(counts)  # its blocks count for themselves
-    message = seal(shape, step, Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body))
-    places = functools.partial(wire_words.places, chosen.words, chosen.counts, shape.chunk)
-    return Encoded(message, chosen.codes, chosen.exponents, chosen.passed, chosen.undo, places)
+    return seal(shape, step, Parts(chosen.finite, counts, chosen.passed, chosen.exponents, orders, body)), chosen
 
 
 def select(
