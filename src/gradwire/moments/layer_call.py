@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from gradwire.moments.account import Account
 from gradwire.moments.passes import ModelPasses, Pass, current_task, quietly
-from gradwire.moments.uses import Doubt, Mismatch
+from gradwire.moments.precision import position_sums
+from gradwire.moments.uses import Doubt, Mismatch, Use
 
 if TYPE_CHECKING:
     from gradwire.moments.layer_table import Layer
@@ -67,18 +68,18 @@ class LayerCall:
             raise Mismatch(f"axis {self.axis} is {tensor.shape[self.axis]} long, the batch is {self.batch}")
         return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
-    def positions(self, tensor: Tensor) -> Tensor:
-        """[.., B, .., F] -> [B, T, F], T = product of all other axes."""
-        moved = self.samples_first(tensor, features=1)
-        if moved.ndim == 3:
-            return moved
-        return moved.reshape(moved.shape[0], prod(moved.shape[1:-1]), moved.shape[-1])
-
-    def sums(self, tensor: Tensor, features: int) -> Tensor:
-        """[.., B, .., *features] -> [B, *features], summed over everything between."""
+    def positions(self, tensor: Tensor, features: int = 1) -> Tensor:
+        """[.., B, .., *features] -> [B, T, F], T = product of all other axes."""
         moved = self.samples_first(tensor, features)
-        between = tuple(range(1, moved.ndim - features))
-        return moved.sum(dim=between) if between else moved
+        if moved.ndim == 3 and features == 1:
+            return moved
+        split = moved.ndim - features
+        return moved.reshape(moved.shape[0], prod(moved.shape[1:split]), prod(moved.shape[split:]))
+
+    def sums(self, tensor: Tensor) -> Tensor:
+        """[.., B, .., F] -> [B, F], summed over all other axes."""
+        moved = self.samples_first(tensor, features=1)
+        return position_sums(moved, range(1, moved.ndim - 1))
 
 
 class Tap:
@@ -152,22 +153,6 @@ class Tap:
 
     # ---- in backward
 
-    def report_beside(
-        self,
-        part: str,
-        gradient: Tensor,
-        saved: tuple[Tensor, ...],
-        call: LayerCall,
-        asked: Mapping[str, torch.dtype] = NOTHING,
-    ) -> dict[str, Tensor]:
-        """`report` from a backward that may have gradients or autocast on."""
-        if torch.is_grad_enabled() and self.live and not self.passes.paused:
-            # A double backward passed through this layer: part of its gradient may come by another way.
-            for name in call.wanted:
-                self.accounts[name].verified = False
-        with quietly(gradient.device):
-            return self.report(part, gradient.detach(), saved, call, asked)
-
     def report(
         self,
         part: str,
@@ -183,27 +168,37 @@ class Tap:
         made: dict[str, Tensor] = {}
         if not self.live or self.passes.paused:
             return made
-        assert self.layer is not None
+        if torch.is_grad_enabled():
+            # A double backward passed through this layer: part of its gradient may come by another way.
+            for name in call.wanted:
+                self.accounts[name].verified = False
+            gradient = gradient.detach()
         if current_task() not in self.passes.tasks:
             self.passes.enter_task()
-        dtypes = (gradient.dtype, *[tensor.dtype for tensor in saved])
-        folds = call.samples is not None and call.outer * call.inner != 1
         try:
-            for name, use in list(self.layer.formulas[part](self.module, gradient, saved, call)):
-                if name not in call.wanted:
-                    continue
-                if folds:
-                    use = use.folded(call.outer, call.samples or 0, call.inner)
-                use.dtypes, use.output_gradients = dtypes, (gradient,)
-                found = self.accounts[name].report(call, use, asked.get(name))
-                if found is not None:
-                    made[name] = found
+            with quietly(gradient.device):
+                for name, use in self.uses(part, gradient, saved, call):
+                    found = self.accounts[name].report(call, use, asked.get(name))
+                    if found is not None:
+                        made[name] = found
         except Doubt as doubt:
             if isinstance(doubt, Mismatch) and not self.passes.batch_axis.followed:
                 self.mismatch = str(doubt)
             for name in call.wanted:
                 self.accounts[name].doubt(self.reason(str(doubt)))
         return made
+
+    def uses(self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> list[tuple[str, Use]]:
+        """What the layer's formula makes of them, for the parameters that want a gradient."""
+        assert self.layer is not None
+        formula = self.layer.formulas[part]
+        found = [(name, use) for name, use in formula(self.module, gradient, saved, call) if name in call.wanted]
+        if call.samples is not None and call.outer * call.inner != 1:
+            found = [(name, use.folded(call.outer, call.samples, call.inner)) for name, use in found]
+        dtypes = (gradient.dtype, *[tensor.dtype for tensor in saved])
+        for _, use in found:
+            use.dtypes, use.output_gradients = dtypes, (gradient,)
+        return found
 
     def reason(self, doubt: str) -> str:
         """With the layer's class, so that somebody finds it."""

@@ -194,14 +194,11 @@ def stand_ins(module: nn.Module, recorder: Recorder | None) -> Iterator[list[nn.
     DDP keeps the accumulators of the parameters themselves, which belong to the stream it was made on; a backward that
     is captured may wait for no other stream than its own. Replays are given the parameters again.
     """
-    own = {id(param): param for param in module.parameters()}
-    others = {key: nn.Parameter(param.detach(), param.requires_grad) for key, param in own.items()}
-    places = [
-        (one._parameters, name) for one in module.modules() for name, p in one._parameters.items() if p is not None
-    ]
+    others = {id(param): nn.Parameter(param.detach(), param.requires_grad) for param in module.parameters()}
+    tables = [one._parameters for one in module.modules()]
+    held = [(table, name, param) for table in tables for name, param in table.items() if param is not None]
     recorded = {} if recorder is None else recorder.accounts
-    accounts = [account for account in recorded.values() if id(account.param) in own]
-    held = [(table, name, table[name]) for table, name in places]
+    accounts = [account for account in recorded.values() if id(account.param) in others]
     try:
         for table, name, param in held:
             table[name] = others[id(param)]

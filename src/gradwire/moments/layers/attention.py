@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from gradwire.moments.joined_uses import Slice
 from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.layer_function import run_layer
-from gradwire.moments.layer_table import Formula, Uses, add
+from gradwire.moments.layer_table import Formula, Layer, Uses, add
 from gradwire.moments.layers.linear import Positions
 from gradwire.moments.operations import Multiply
-from gradwire.moments.precision import wide
 from gradwire.moments.swapped_forward import autocast_input, watch
-from gradwire.moments.uses import Direct, Doubt
+from gradwire.moments.uses import Direct, Doubt, Use
 
 # part -> (first third of in_proj, number of thirds)
 THIRDS = {"qkv": (0, 3), "q": (0, 1), "k": (1, 1), "v": (2, 1), "kv": (1, 2)}
@@ -28,21 +27,23 @@ Masks = tuple[Tensor | None, Tensor | None]
 def projection(part: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
     """As Linear, on the rows of in_proj that this projection uses, or on its own weight where kdim or vdim differ."""
     first, thirds = THIRDS[part]
-    start, length = first * module.embed_dim, thirds * module.embed_dim
+
+    def placed(use: Use) -> Use:
+        width = module.embed_dim
+        return use if thirds == 3 else Slice(use, first * width, thirds * width, 3 * width)
+
     own = f"{part}_proj_weight"
     if own in call.wanted:
         yield own, Positions(call.positions(g), call.positions(saved[0]))
     if "in_proj_weight" in call.wanted:
-        used = Positions(call.positions(g), call.positions(saved[0]))
-        yield "in_proj_weight", Slice(used, start, length, module.in_proj_weight.shape)
+        yield "in_proj_weight", placed(Positions(call.positions(g), call.positions(saved[0])))
     if "in_proj_bias" in call.wanted:
-        used_bias = Direct(call.sums(wide(g), features=1))
-        yield "in_proj_bias", Slice(used_bias, start, length, module.in_proj_bias.shape)
+        yield "in_proj_bias", placed(Direct(call.sums(g)))
 
 
 def added(name: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
     """bias_k, bias_v [1, 1, E]: one more position, expanded to the batch."""
-    yield name, Direct(call.sums(wide(g), features=1)[:, None, None])
+    yield name, Direct(call.sums(g)[:, None, None])
 
 
 def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
@@ -50,27 +51,22 @@ def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...],
 
 
 def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> list[Tensor]:
-    """x [T, B, E] times the rows of `part`, one contiguous tensor for each third, in torch's own memory order."""
+    """x [T, B, E] times the rows of `part`, watched; a contiguous tensor for each third, in torch's own memory order."""
     first, thirds = THIRDS[part]
-    rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
     output = run_layer(module, tap, x, part, WHOLE) if thirds == 3 else None
     if output is None:
-        output = beside(module, tap, x, rows, part)
+        rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
+        packed, bias = module.in_proj_weight, module.in_proj_bias
+        weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
+        x = autocast_input(x)
+        needs_input = any(name.endswith("weight") for name in tap.wanted())
+        output = F.linear(x, weight, None if bias is None else bias[rows])
+        output = watch(tap, output, (x,) if needs_input else (), part)
     if thirds == 1:
         return [output]
     apart = output.view(*output.shape[:-1], thirds, module.embed_dim).unsqueeze(0)
     apart = apart.transpose(0, -2).squeeze(-2).contiguous()
     return [apart[third] for third in range(thirds)]
-
-
-def beside(module: nn.MultiheadAttention, tap: Tap, x: Tensor, rows: slice, part: str) -> Tensor:
-    """The product with those rows, and a tap on it."""
-    packed = module.in_proj_weight
-    weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
-    bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
-    x = autocast_input(x)
-    needs_input = any(name.endswith("weight") for name in tap.wanted())
-    return watch(tap, F.linear(x, weight, bias), (x,) if needs_input else (), part)
 
 
 def project_all(module: nn.MultiheadAttention, tap: Tap, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -194,18 +190,9 @@ def attention_forward(
 FORMULAS: dict[str, Formula] = {part: partial(projection, part) for part in THIRDS}
 FORMULAS |= {name: partial(added, name) for name in ("bias_k", "bias_v")}
 FORMULAS["unbatched"] = refused
-add(
-    nn.MultiheadAttention,
-    parameters=[
-        "in_proj_weight",
-        "in_proj_bias",
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-        "bias_k",
-        "bias_v",
-    ],
-    formulas=FORMULAS,
-    forward=attention_forward,
-    own_axis=1,  # of its projections, whatever batch_first says
+PARAMETERS = (
+    *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("bias_k", "bias_v"),
 )
+# own_axis: of its projections, whatever batch_first says
+add(Layer(FORMULAS, PARAMETERS, attention_forward, own_axis=1), nn.MultiheadAttention)

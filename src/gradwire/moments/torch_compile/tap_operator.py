@@ -115,4 +115,4 @@ def hand_over(
     if keeps:
         kept, inputs = gradient.clone(), tuple(tensor.clone() for tensor in saved)
     tap.passes.reach_by_tap(passed, call.batch)
-    return tap.report_beside(part, kept, inputs, call, asked)
+    return tap.report(part, kept, inputs, call, asked)
