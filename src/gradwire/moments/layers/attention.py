@@ -51,7 +51,7 @@ def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...],
 
 
 def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> list[Tensor]:
-    """x [T, B, E] times the rows of `part`, watched; a contiguous tensor for each third, in torch's own memory order."""
+    """x [T, B, E] times the rows of `part`, watched; a contiguous tensor a third, in torch's own memory order."""
     first, thirds = THIRDS[part]
     output = run_layer(module, tap, x, part, WHOLE) if thirds == 3 else None
     if output is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -54,13 +55,13 @@ class ModuleCall:
     def __init__(self, module: nn.Module, tap: Tap) -> None:
         self.module, self.tap = module, tap
         self.following = tap.passes.following
-        self.hooks = hooks()
+        self.packing = packing()
         self.ordinal, self.open = 0, True
 
     def listens(self) -> bool:
         """Inside a checkpoint within this forward nothing is changed, for it runs once more without stands."""
         differentiated = torch.is_grad_enabled() or self.following is not None  # not yet, by a reentrant checkpoint
-        return self.open and differentiated and bool(self.hooks == hooks())
+        return self.open and differentiated and bool(self.packing == packing())
 
     def place(self, part: str, dims: int) -> Where:
         """Where the samples lie in what this function puts out, as it was followed."""
@@ -72,7 +73,7 @@ class ModuleCall:
         return found
 
 
-def hooks() -> Any:
+def packing() -> Any:
     """What packs the tensors that are saved now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -179,7 +180,10 @@ def is_known(call: ModuleCall, name: str, tensors: Sequence[Tensor], where: Wher
         return not any(met) or name in CASTING
     if name == "matmul" and stands[0].actual.ndim != 2:
         return False
-    if name in LAYERS and (name not in CONVOLUTIONS or convolves(call.module)):
+    module = call.module
+    if name in CONVOLUTIONS and not (isinstance(module, _ConvNd) and module.padding_mode == "zeros"):
+        return False  # only where a convolution's weight is computed: its function is given what it was called on
+    if name in LAYERS:
         return met[0] and not any(met[1:])
     alone = len(stands) == 1 and where.axis is not None and spreads(stands[0].actual.shape, shape, where.axis)
     return alone and (name in SPREADING or (name in ELEMENTWISE and len(met) == 2 and any(met)))
@@ -191,11 +195,6 @@ def spreads(shape: torch.Size, result: torch.Size, axis: int) -> bool:
         return False
     aligned = (1,) * (len(result) - len(shape)) + tuple(shape)
     return aligned[axis] == 1 and all(one in (1, size) for one, size in zip(aligned, result, strict=True))
-
-
-def convolves(module: nn.Module) -> bool:
-    """A convolution whose weight is computed: what its function is given is what it was called on."""
-    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.padding_mode == "zeros"
 
 
 # ---- what is done with it
