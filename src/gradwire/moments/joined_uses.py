@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwire.moments.uses import Doubt, Use, kind_of
+from gradwire.moments.uses import Doubt, Use, common_kind
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Summed(Use):
     def __init__(self, uses: Sequence[Use]) -> None:
         self.uses = list(uses)
         self.samples = self.uses[0].samples
-        self.kind = kind_of(uses)
+        self.kind = common_kind(uses)
 
     def sample(self, index: int) -> Tensor:
         # not in place: a Direct's sample is a view of what it keeps

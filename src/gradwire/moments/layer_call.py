@@ -11,7 +11,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -82,31 +82,27 @@ class LayerCall:
         return position_sums(moved, range(1, moved.ndim - 1))
 
 
+@dataclass(eq=False)
 class Tap:
     """What hangs on a module whose forward was swapped. A copy of it is dead: it records nothing."""
 
-    live = False
+    module: nn.Module | None
+    layer: Layer | None
+    axis: int | None
+    accounts: dict[str, Account]
+    passes: ModelPasses
+    name: str
+    named: bool = False  # by the caller, who told the axis
+    signed: dict[str, Account] = field(default_factory=dict)  # estimated from this module's outputs, by random signs
+    after: Callable[[nn.Module, Tap, Any], Any] | None = None
+    fitting: dict[tuple[Any, ...], bool] = field(default_factory=dict)  # of what input its Function may stand in
+    positions: bool = False  # an Embedding of which the caller says that it is given positions
+    mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
+    live: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        module: nn.Module | None,
-        layer: Layer | None,
-        axis: int | None,
-        accounts: Mapping[str, Account],
-        passes: ModelPasses,
-        name: str,
-        named: bool = False,
-    ) -> None:
-        self.module, self.layer, self.axis, self.name, self.named = module, layer, axis, name, named
-        self.accounts, self.passes = dict(accounts), passes
-        self.signed: dict[str, Account] = {}  # parameters estimated from this module's outputs, by random signs
-        self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
-        self.fitting: dict[tuple[Any, ...], bool] = {}  # of what kinds of input its Function may stand in
-        self.positions = False  # an Embedding of which the caller says that it is given positions
-        self.mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
-        self.input = None if module is None else first_input(module)
-        self.key = next(_keys)
-        self.live = True
+    def __post_init__(self) -> None:
+        self.input = None if self.module is None else first_input(self.module)
+        self.key, self.live = next(_keys), True
         TAPS[self.key] = self
 
     def __deepcopy__(self, memo: object) -> Tap:
@@ -136,9 +132,8 @@ class Tap:
         found = None if self.named else batch_axis.find(self.name, part, output.ndim, embeds)
         own = None if self.layer is None else self.layer.own_axis
         if found is None:
-            call.doubt = call.doubt or self.mismatch
-            if not self.named and own is None:
-                call.doubt = call.doubt or batch_axis.chance(output, call.samples)
+            told = self.named or own is not None
+            call.doubt = call.doubt or self.mismatch or (None if told else batch_axis.chance(output, call.samples))
             return
         call.doubt = call.doubt or found.doubt
         if found.doubt is None and own is not None and found.axis != own:

@@ -21,7 +21,7 @@ class Mismatch(Doubt):
     """The sample axis has not the batch's length: where it fits another time, that is chance."""
 
 
-def kind_of(uses: Iterable[Use]) -> str:
+def common_kind(uses: Iterable[Use]) -> str:
     """Exact where all of them are."""
     return next((use.kind for use in uses if use.kind != "exact"), "exact")
 
@@ -132,4 +132,4 @@ class Direct(Use):
 
     @staticmethod
     def join(uses: Sequence[Any]) -> Use:
-        return Direct(torch.stack([use.contributions for use in uses]).sum(0), kind_of(uses))
+        return Direct(torch.stack([use.contributions for use in uses]).sum(0), common_kind(uses))

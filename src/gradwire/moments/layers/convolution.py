@@ -119,11 +119,9 @@ def output_padding(module: _ConvNd, x: Tensor, gradient: Tensor) -> list[int]:
 def geometry_of(module: _ConvNd, x: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """(the input as the convolution proper sees it, its numbers): padding by value is done before."""
     padding: Any = module.padding
-    if module.padding_mode != "zeros":
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        padding = [0] * len(module.kernel_size)
-    elif isinstance(padding, str):  # "same" may be one longer on one side
-        x = F.pad(x, module._reversed_padding_repeated_twice)
+    if module.padding_mode != "zeros" or isinstance(padding, str):  # "same" may be one longer on one side
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = [0] * len(module.kernel_size)
     return x, numbers_of(module, list(padding), output_padding(module, x, gradient))
 
