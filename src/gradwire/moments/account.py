@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +16,7 @@ from gradwire.moments.completeness import Completeness
 from gradwire.moments.coverage import Row
 from gradwire.moments.joined_uses import Settled, by_samples, merge
 from gradwire.moments.micro_batches import MicroBatches
-from gradwire.moments.passes import ModelPasses, current_task, quietly
+from gradwire.moments.passes import ModelPasses, current_task, quietly, weakly
 from gradwire.moments.precision import exact_dtype, norm
 from gradwire.moments.uses import Doubt, Use
 
@@ -43,22 +42,21 @@ class Options(NamedTuple):
     strict: bool
 
 
-class Returned:
+def returned(gradient: Tensor) -> Callable[[Tensor], bool]:
     """Whether what is in `.grad` is the very gradient that a layer's backward returned, and nobody wrote to it since.
 
     Then nothing is left to compare: on a CPU, where every commit is compared, that takes as long as a small layer.
     Sound where it says yes, but for a write through `.data`: the storage is held weakly, so its address is not used
     again. A reference to the gradient itself would make AccumulateGrad copy it.
     """
+    storage: Any = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+    version = gradient._version
 
-    def __init__(self, gradient: Tensor) -> None:
-        self.storage: Any = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
-        self.version = gradient._version
+    def is_in(held: Tensor) -> bool:
+        same = held.layout == torch.strided and held._version == version
+        return same and bool(held.untyped_storage()._cdata == storage.cdata)
 
-    def __call__(self, held: Tensor) -> bool:
-        if held.layout != torch.strided:
-            return False
-        return held._version == self.version and held.untyped_storage()._cdata == self.storage.cdata
+    return is_in
 
 
 @dataclass
@@ -80,18 +78,6 @@ class Reported:
         """What was written where the moment belongs goes elsewhere: another backward commits first."""
         for use in (use for uses in self.uses.values() for use in uses if use.place is not None):
             use.finished = None if use.finished is None else use.finished.clone()
-
-
-def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """A parameter's hook that keeps nothing alive: Python cannot collect cycles through autograd's hooks."""
-    reference = weakref.WeakMethod(method)
-
-    def call(tensor: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(tensor)
-
-    return call
 
 
 class Account:
@@ -137,7 +123,7 @@ class Account:
         if dtype is not None:
             use.place = self._place()
             made = use.gradient(dtype)
-            use.is_returned = Returned(made)
+            use.is_returned = returned(made)
         if call.at_once:
             use = self.settled(use, self._compares_next, made)
         capturing = self.passes.capturing
