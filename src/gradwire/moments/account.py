@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from gradwire.moments.completeness import Completeness
 from gradwire.moments.coverage import Row
 from gradwire.moments.joined_uses import Settled, by_samples, merge
 from gradwire.moments.micro_batches import MicroBatches
-from gradwire.moments.passes import ModelPasses, current_task, quietly, weakly
+from gradwire.moments.passes import ModelPasses, current_task, quietly
 from gradwire.moments.precision import exact_dtype, norm
 from gradwire.moments.uses import Doubt, Use
 
@@ -78,6 +79,18 @@ class Reported:
         """What was written where the moment belongs goes elsewhere: another backward commits first."""
         for use in (use for uses in self.uses.values() for use in uses if use.place is not None):
             use.finished = None if use.finished is None else use.finished.clone()
+
+
+def weakly(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """A parameter's hook that keeps nothing alive: Python cannot collect cycles through autograd's hooks."""
+    reference = weakref.WeakMethod(method)
+
+    def call(tensor: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(tensor)
+
+    return call
 
 
 class Account:
@@ -301,9 +314,9 @@ class Account:
 
     def _merged(self, passes: ByPass) -> list[Use]:
         """One use for all that are on the same samples."""
-        together = by_samples(passes, self.passes.same_samples)
+        together = list(passes.values()) if len(passes) == 1 else by_samples(passes, self.passes.same_samples)
         self.shared = self.shared or any(len(uses) > 1 for uses in together)
-        return [merge(uses) for uses in together]
+        return [uses[0] if len(uses) == 1 else merge(uses) for uses in together]
 
     def _add(self, passes: ByPass, gradient: Tensor) -> None:
         merged = self._merged(passes)
@@ -360,7 +373,6 @@ class Account:
         try:
             self.compare(merged, held, self.moment)
         except Doubt as doubt:
-            self.mismatches += 1
             if self.mismatches >= THRICE:
                 self.never = str(doubt)
             raise
@@ -371,6 +383,7 @@ class Account:
             equal = self.completeness.compare(merged, held, moment)
         except Doubt:
             self.verified = False
+            self.mismatches += 1
             raise
         if equal is not None:
             self.verified = equal

@@ -149,7 +149,7 @@ def by_samples(passes: Mapping[int, list[Use]], same_samples: bool) -> list[list
     For the loss, passes with as many samples are of the same ones (a Siamese net's two), or of pairs that come
     together (a discriminator's real and false ones), whose contributions add up before they are squared.
     """
-    if len(passes) == 1 or not same_samples:
+    if not same_samples:
         return list(passes.values())
     together: dict[int, list[Use]] = {}
     for uses in passes.values():

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()  # by key, for compiled graphs
 _keys = itertools.count(1)
-NOTHING: Mapping[str, torch.dtype] = types.MappingProxyType({})
+Asked = Mapping[str, torch.dtype]  # the gradients that a backward returns
+NOTHING: Asked = types.MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -148,13 +149,19 @@ class Tap:
 
     # ---- in backward
 
+    def report_beside(
+        self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall, asked: Asked = NOTHING
+    ) -> dict[str, Tensor]:
+        """`report` from a backward that may have gradients or autocast on."""
+        if torch.is_grad_enabled() and self.live and not self.passes.paused:
+            # A double backward passed through this layer: part of its gradient may come by another way.
+            for name in call.wanted:
+                self.accounts[name].verified = False
+        with quietly(gradient.device):
+            return self.report(part, gradient.detach(), saved, call, asked)
+
     def report(
-        self,
-        part: str,
-        gradient: Tensor,
-        saved: tuple[Tensor, ...],
-        call: LayerCall,
-        asked: Mapping[str, torch.dtype] = NOTHING,
+        self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall, asked: Asked = NOTHING
     ) -> dict[str, Tensor]:
         """Turns (input, gradient) into uses, reports them to the parameters' accounts, and makes the asked gradients.
 
@@ -163,19 +170,13 @@ class Tap:
         made: dict[str, Tensor] = {}
         if not self.live or self.passes.paused:
             return made
-        if torch.is_grad_enabled():
-            # A double backward passed through this layer: part of its gradient may come by another way.
-            for name in call.wanted:
-                self.accounts[name].verified = False
-            gradient = gradient.detach()
         if current_task() not in self.passes.tasks:
             self.passes.enter_task()
         try:
-            with quietly(gradient.device):
-                for name, use in self.uses(part, gradient, saved, call):
-                    found = self.accounts[name].report(call, use, asked.get(name))
-                    if found is not None:
-                        made[name] = found
+            for name, use in self.uses(part, gradient, saved, call):
+                found = self.accounts[name].report(call, use, asked.get(name))
+                if found is not None:
+                    made[name] = found
         except Doubt as doubt:
             if isinstance(doubt, Mismatch) and not self.passes.batch_axis.followed:
                 self.mismatch = str(doubt)

@@ -58,7 +58,7 @@ class LayerFunction(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: a checkpoint gives each back only once
         wanted = wanted_by(ctx)
         if torch.is_grad_enabled():
-            ctx.tap.report(ctx.part, gradient, (saved[0].detach(),), ctx.call)
+            ctx.tap.report_beside(ctx.part, gradient, (saved[0].detach(),), ctx.call)
             with torch.autocast(gradient.device.type, enabled=False):
                 return None, None, None, None, *by_autograd(ctx, gradient, saved, wanted)
         with quietly(gradient.device):

@@ -58,18 +58,6 @@ def transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing()
 
 
-def weakly(method: Callable[..., None], *given: Any) -> Callable[[Tensor], None]:
-    """A hook that keeps nothing alive: Python cannot collect cycles through autograd's hooks."""
-    reference = weakref.WeakMethod(method)
-
-    def call(tensor: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*given, tensor)
-
-    return call
-
-
 class Pass(NamedTuple):
     """One forward pass of the root; tokens: T where it was called on token ids [B, T]."""
 
@@ -148,8 +136,19 @@ class ModelPasses:
 
     # ---- backward
 
-    def reach(self, passed: Pass, gradient: Tensor | None = None) -> None:
-        """The backward now running goes through this pass; gradient: of something that it put out."""
+    def output_hook(self) -> Callable[[Tensor], None]:
+        """For what the pass now running puts out. Keeps nothing alive: the graph may outlive the model."""
+        found, passed = weakref.ref(self), self.current
+
+        def reached(gradient: Tensor) -> None:
+            alive = found()
+            if alive is not None:
+                alive.reach(passed)
+
+        return reached
+
+    def reach(self, passed: Pass) -> None:
+        """The backward now running goes through this pass."""
         task = current_task()
         self.enter_task()
         if self._reached_in != task:

@@ -23,7 +23,7 @@ from gradwire.moments.layers.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.layers.own_parameters import OWN
 from gradwire.moments.micro_batches import ESTIMATORS
 from gradwire.moments.owners import Owner
-from gradwire.moments.passes import UNKNOWN, ModelPasses, transformed, weakly
+from gradwire.moments.passes import UNKNOWN, ModelPasses, transformed
 from gradwire.moments.random_signs import watch_signed
 from gradwire.moments.swapped_forward import ATTRIBUTE, install, is_free, uninstall
 
@@ -185,7 +185,7 @@ class Recorder:
         """Has the passes told when a backward reaches this one."""
         if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
             return
-        reached = weakly(self.passes.reach, self.passes.current)  # the graph may outlive the model
+        reached = self.passes.output_hook()
         for tensor in tensors_in(output):
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(reached)  # type: ignore[no-untyped-call]

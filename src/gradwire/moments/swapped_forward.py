@@ -34,7 +34,7 @@ class Watch(torch.autograd.Function):
         (gradient,) = gradients
         if gradient is not None:
             # read once: a checkpoint gives each saved tensor back only once
-            ctx.tap.report(ctx.part, gradient, ctx.saved_tensors, ctx.call)
+            ctx.tap.report_beside(ctx.part, gradient, ctx.saved_tensors, ctx.call)
         return (gradient, None, None, None, *[None] * ctx.count)
 
 

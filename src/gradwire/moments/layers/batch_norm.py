@@ -66,7 +66,7 @@ class Normalize(torch.autograd.Function):
             return (None,) * 5
         saved = ctx.saved_tensors  # read once: a checkpoint gives each back only once
         if torch.is_grad_enabled():
-            ctx.tap.report("", gradient, (saved[0].detach(),), ctx.call)
+            ctx.tap.report_beside("", gradient, (saved[0].detach(),), ctx.call)
             return None, None, *by_autograd(gradient, saved[0], saved[1], ctx.eps)
         x, weight, mean, deviation = saved
         with quietly(gradient.device):

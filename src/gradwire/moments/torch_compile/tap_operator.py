@@ -114,4 +114,4 @@ def hand_over(
     if keeps:
         gradient, saved = gradient.clone(), [tensor.clone() for tensor in saved]
     tap.passes.reach_by_tap(passed, call.batch)
-    return tap.report(part, gradient, tuple(saved), call, asked)
+    return tap.report_beside(part, gradient, tuple(saved), call, asked)
