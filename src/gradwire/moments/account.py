@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,8 +15,8 @@ from gradwire.errors import MomentError
 from gradwire.layout import in_shape
 from gradwire.moments.completeness import Completeness
 from gradwire.moments.coverage import Row
-from gradwire.moments.joined_uses import by_samples, merge, settled
-from gradwire.moments.micro_batches import MicroBatches, step
+from gradwire.moments.joined_uses import Settled, by_samples, merge
+from gradwire.moments.micro_batches import MicroBatches
 from gradwire.moments.passes import ModelPasses, current_task, quietly
 from gradwire.moments.precision import exact_dtype, norm
 from gradwire.moments.uses import Doubt, Use
@@ -43,22 +43,21 @@ class Options(NamedTuple):
     strict: bool
 
 
-class Returned:
+def returned(gradient: Tensor) -> Callable[[Tensor], bool]:
     """Whether what is in `.grad` is the very gradient that a layer's backward returned, and nobody wrote to it since.
 
     Then nothing is left to compare: on a CPU, where every commit is compared, that takes as long as a small layer.
     Sound where it says yes, but for a write through `.data`: the storage is held weakly, so its address is not used
     again. A reference to the gradient itself would make AccumulateGrad copy it.
     """
+    storage: Any = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
+    version = gradient._version
 
-    def __init__(self, gradient: Tensor) -> None:
-        self.storage: Any = StorageWeakRef(gradient.untyped_storage())  # type: ignore[no-untyped-call]
-        self.version = gradient._version
+    def is_in(held: Tensor) -> bool:
+        same = held.layout == torch.strided and held._version == version
+        return same and bool(held.untyped_storage()._cdata == storage.cdata)
 
-    def __call__(self, held: Tensor) -> bool:
-        if held.layout != torch.strided:
-            return False
-        return held._version == self.version and held.untyped_storage()._cdata == self.storage.cdata
+    return is_in
 
 
 @dataclass
@@ -98,14 +97,14 @@ class Account:
     """The moment of one parameter: report, on_accumulated, consume."""
 
     def __init__(
-        self, name: str, param: nn.Parameter, passes: ModelPasses, options: Options, never: str | None, raw: str | None
+        self, name: str, param: nn.Parameter, passes: ModelPasses, options: Options, never: str | None, hint: str
     ) -> None:
         self.name, self.param, self.passes, self.options = name, param, passes, options
         self.here: Tensor = param  # what stands in its place: another tensor while a graph is captured
         self.never = never  # why it can never be exact
         self.shared = False  # used more than once in a pass
-        self.hint = raw or ""  # why it is estimated where nothing is reported
-        self.estimated = never is not None or raw is not None  # keeps account of micro-batches
+        self.hint = hint  # why it is estimated where nothing is reported
+        self.estimated = False  # keeps account of micro-batches
         self.dtype = exact_dtype(param)
         self.completeness = Completeness(param, self.dtype)
         self.verified = False  # its uses added up to its gradient the last time
@@ -137,9 +136,9 @@ class Account:
         if dtype is not None:
             use.place = self._place()
             made = use.gradient(dtype)
-            use.is_returned = Returned(made)
+            use.is_returned = returned(made)
         if call.at_once:
-            use = self._settled(use, made)
+            use = self.settled(use, self._compares_next, made)
         capturing = self.passes.capturing
         if capturing is not None:
             capturing.take(self, call.passed, use)
@@ -182,13 +181,12 @@ class Account:
         reported.placed = True
         return self.in_place()
 
-    def _settled(self, use: Use, made: Tensor | None) -> Use:
+    def settled(self, use: Use, compares: bool, made: Tensor | None = None) -> Settled:
         """Finished at once. What a comparison reads is made where one is coming, from the made gradient where there is
         one: it is asked whether anything else came along, not whether it was made well.
         """
-        finished = settled(use, self.param, self.dtype)
-        finished.is_returned = use.is_returned
-        if self._compares_next:
+        finished = Settled(use, self.param, self.dtype)
+        if compares:
             if made is not None and made.ndim > 1:
                 use.summed = made.to(self.dtype)
             finished.probed = use.along(self.completeness.probe)
@@ -291,10 +289,8 @@ class Account:
 
     def _commit(self, reported: Reported, gradient: Tensor) -> str | None:
         """Adds what was reported to the moment; the reason when there is nothing exact to add."""
-        overlapping = self._overlapping(reported)
-        reason = None if reported.uses else self.hint
-        if self.never or reported.doubt or overlapping:
-            reason = "; ".join(why for why in (self.never, reported.doubt, overlapping) if why)
+        reasons = [self.never, reported.doubt, self._overlapping(reported)]
+        reason = "; ".join(why for why in reasons if why) or (None if reported.uses else self.hint)
         if reason is None:
             try:
                 self._add(reported.uses, gradient)
@@ -325,12 +321,7 @@ class Account:
     def _add(self, passes: ByPass, gradient: Tensor) -> None:
         merged = self._merged(passes)
         self._finish(merged)
-        try:
-            self.verify(merged, gradient, [use for uses in passes.values() for use in uses], self.moment)
-        except Doubt as doubt:
-            if self.mismatches >= THRICE:
-                self.never = str(doubt)
-            raise
+        self._verify(merged, gradient)
         if self.verified:
             self.estimated = False
         if self.reason is None:
@@ -339,7 +330,7 @@ class Account:
             apart = UNEQUAL.format(" and of ".join(map(str, sizes))) if len(sizes) > 1 else ""
             self.why = INTERACT if self.kind != "exact" else apart
 
-    def _finish(self, uses: Iterable[Use]) -> None:
+    def _finish(self, uses: Sequence[Use]) -> None:
         out = self.in_place()
         if out.dtype != self.dtype:
             out = torch.zeros_like(self.param, dtype=self.dtype)
@@ -368,12 +359,10 @@ class Account:
         seldom = self.verified and self.param.is_cuda and self._compared_commits % OFTEN
         return self.param.numel() > 0 and not seldom
 
-    def verify(
-        self, merged: Sequence[Use], held: Tensor, uses: Sequence[Use], moment: Tensor, due: bool = False
-    ) -> None:
+    def _verify(self, merged: Sequence[Use], held: Tensor) -> None:
         """After accumulation: doubts where the uses do not add up to what came; merged: those on the same samples."""
         self._compared_commits += 1
-        due, self._due = due or self._due, False
+        due, self._due = self._due, False
         if not due:
             return
         alone = len(merged) == 1 and self.completeness.before is None and self._compared_commits % OFTEN
@@ -382,7 +371,16 @@ class Account:
             self.verified = True
             return
         try:
-            equal = self.completeness.compare(merged, held, [one for use in uses for one in use.dtypes], moment)
+            self.compare(merged, held, self.moment)
+        except Doubt as doubt:
+            if self.mismatches >= THRICE:
+                self.never = str(doubt)
+            raise
+
+    def compare(self, merged: Sequence[Use], held: Tensor, moment: Tensor) -> None:
+        """Doubts where the uses do not add up to what came, and remembers whether they did."""
+        try:
+            equal = self.completeness.compare(merged, held, moment)
         except Doubt:
             self.verified = False
             self.mismatches += 1
@@ -404,8 +402,7 @@ class Account:
             )
 
     def _estimate_kind(self) -> str:
-        several = self.batches.several and not self.overlap
-        grouped = self.options.estimator == "groups" and several
+        grouped = self.options.estimator == "groups" and self.batches.several and not self.overlap
         return "groups" if grouped else "step"
 
     @torch.no_grad()
@@ -414,7 +411,7 @@ class Account:
         if self.kind == "groups" and self.batches.groups is not None:
             moment = self.batches.groups.moment(gradient)
         else:
-            moment = step(gradient, self.dtype)
+            moment = gradient.to(self.dtype).square()  # the whole batch as one sample
             if self.options.estimator == "groups":
                 self.why += "; one micro-batch, and groups needs two"
         in_shape(self.moment, self.param).copy_(moment)

@@ -68,7 +68,7 @@ class BatchAxis:
         self.square = False  # whether an input of the last pass had two axes in front as long as the batch
         self.positions: frozenset[str] = frozenset()  # embeddings whose ids are the same for all samples, and added
         self._known: dict[Key, set[Where]] = {}
-        self._followed: set[Any] = set()
+        self._followed: list[Any] = []  # kinds of input
         self._missing = False
 
     @property
@@ -84,7 +84,7 @@ class BatchAxis:
         if len(self._followed) >= MOST or (kind in self._followed and not self._missing):
             return False
         self.input = input_name(root, args, kwargs, self.axis)
-        self._followed.add(kind if kind not in self._followed else (kind, len(self._followed)))
+        self._followed.append(kind)
         self._missing = False
         return True
 

@@ -23,12 +23,8 @@ TRANSFORMERS = (
 
 
 def batch_first(module: nn.Module) -> bool:
-    """A Transformer module's own layout; containers take it from their first layer."""
-    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder):
-        return batch_first(module.layers[0]) if len(module.layers) else True
-    if isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
-        return batch_first(module.self_attn)
-    return bool(getattr(module, "batch_first", True))
+    """A Transformer module's own layout: that of its first attention."""
+    return next((one.batch_first for one in module.modules() if isinstance(one, nn.MultiheadAttention)), True)
 
 
 def told_axis(batch_dim: BatchDim, name: str) -> tuple[Axis, bool]:

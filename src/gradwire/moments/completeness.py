@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from math import isfinite, prod
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.moments.uses import Doubt, Use
-
-
-@lru_cache(maxsize=64)
-def eps_of(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 class Completeness:
@@ -50,16 +44,14 @@ class Completeness:
         wide = (gradient.to_dense() if gradient.is_sparse else gradient).to(self.dtype)
         return wide if self.probe is None else wide.reshape(-1, self.probe.numel()) @ self.probe
 
-    def compare(self, uses: Sequence[Use], held: Tensor, dtypes: Iterable[torch.dtype], moment: Tensor) -> bool | None:
-        """After accumulation: doubts where the uses do not add up to what came; None: cannot be told, or zero: False.
-
-        dtypes: of what the uses were made of.
-        """
+    def compare(self, uses: Sequence[Use], held: Tensor, moment: Tensor) -> bool | None:
+        """After accumulation: doubts where the uses do not add up to what came; None: cannot be told; zero: False."""
         before, self.before = self.before, None
         each = [use.along(self.probe) for use in uses]
         found = each[0] if len(each) == 1 else torch.stack(each).sum(0)
         change = self._along(held)
-        eps = max(map(eps_of, (held.dtype, self.dtype, *dtypes)))
+        made_of = [held.dtype, self.dtype, *(dtype for use in uses for dtype in use.dtypes)]
+        eps = max(torch.finfo(dtype).eps for dtype in made_of if dtype.is_floating_point)
         slack = 0.0
         if before is not None:
             change = change - before

@@ -1,23 +1,15 @@
-"""Step 1, moments: the hooks of a model: a forward pass begins, and it put this out."""
+"""Step 1, moments: a hook of a model that a copy of it does not have."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import nn
+from typing import Any
 
 from gradwire.errors import AttachError
-from gradwire.moments.batch_axis import tensors_in
-from gradwire.moments.passes import transformed
-
-if TYPE_CHECKING:
-    from gradwire.moments.recorder import Recorder
 
 
-class _Hook:
+class Hook:
     """A hook of the root. A copied or pickled model keeps one that does nothing, and no recorder."""
 
     __name__ = "gradwire_hook"  # torch.jit asks every hook for its name, and then for its source
@@ -26,8 +18,11 @@ class _Hook:
     def __globals__(self) -> dict[str, Any]:
         raise AttachError("torch.jit.script reads a model's source, which taps have none of; wire.detach() first")
 
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *given: Any) -> None:
+        self.call(*given)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return nullcontext().__exit__
@@ -35,22 +30,3 @@ class _Hook:
     def __reduce__(self) -> tuple[Any, ...]:
         # takes three arguments, returns None, and loads where gradwire is not installed
         return getattr, (nullcontext(), "__exit__")
-
-
-class PassHook(_Hook):
-    """Before the root's forward: a pass begins."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.recorder.on_forward(module, args, kwargs)
-
-
-class OutputHook(_Hook):
-    """After the root's forward: has the passes told when a backward reaches this one."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
-            return
-        reached = self.recorder.passes.output_hook()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call]

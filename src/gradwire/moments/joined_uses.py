@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradwire.moments.uses import Doubt, Use
+from gradwire.moments.uses import Doubt, Use, common_kind
 
 
 @dataclass
@@ -19,13 +20,13 @@ class Slice(Use):
     inner: Use
     start: int
     length: int
-    shape: torch.Size
+    rows: int  # of the parameter
 
     def __post_init__(self) -> None:
         self.samples = self.inner.samples
 
     def _padded(self, part: Tensor) -> Tensor:
-        whole = part.new_zeros(self.shape)
+        whole = part.new_zeros(self.rows, *part.shape[1:])
         whole[self.start : self.start + self.length] = part
         return whole
 
@@ -35,15 +36,8 @@ class Slice(Use):
     def total(self) -> Tensor:
         return self._padded(self.inner.total())
 
-    def gradient(self, dtype: torch.dtype) -> Tensor:
-        """Of the rows alone."""
-        return self.inner.gradient(dtype)
-
     def along(self, probe: Tensor | None) -> Tensor:
-        part = self.inner.along(probe)
-        whole = part.new_zeros(self.shape[0])
-        whole[self.start : self.start + self.length] = part
-        return whole
+        return self._padded(self.inner.along(probe))
 
     def noise(self) -> float:
         return self.inner.noise() or super().noise()
@@ -52,18 +46,18 @@ class Slice(Use):
         self.inner.accumulate(out[self.start : self.start + self.length])
 
     def folded(self, outer: int, samples: int, inner: int) -> Slice:
-        return Slice(self.inner.folded(outer, samples, inner), self.start, self.length, self.shape)
+        return replace(self, inner=self.inner.folded(outer, samples, inner))
 
-    def join(self, others: Sequence[Use]) -> Use | None:
+    @staticmethod
+    def join(uses: Sequence[Any]) -> Use | None:
         """Uses of the same rows become one; uses of disjoint rows have no cross terms."""
         groups: dict[tuple[int, int], list[Use]] = {}
-        for use in (self, *others):
-            assert isinstance(use, Slice)
+        for use in uses:
             groups.setdefault((use.start, use.length), []).append(use.inner)
         ends = sorted((start, start + length) for start, length in groups)
         if any(end > start for (_, end), (start, _) in pairwise(ends)):
             return None
-        return Disjoint([Slice(merge(inner), *place, self.shape) for place, inner in groups.items()])
+        return Disjoint([Slice(merge(inner), *place, uses[0].rows) for place, inner in groups.items()])
 
 
 class Summed(Use):
@@ -72,7 +66,7 @@ class Summed(Use):
     def __init__(self, uses: Sequence[Use]) -> None:
         self.uses = list(uses)
         self.samples = self.uses[0].samples
-        self.kind = next((use.kind for use in uses if use.kind != "exact"), "exact")
+        self.kind = common_kind(uses)
 
     def sample(self, index: int) -> Tensor:
         # not in place: a Direct's sample is a view of what it keeps
@@ -96,40 +90,30 @@ class Disjoint(Summed):
         return torch.stack([use.along(probe) for use in self.uses]).sum(0)
 
 
-@dataclass
 class Settled(Use):
     """A use finished at once: the buffers it was made of are used again by a compiled or captured graph."""
 
-    moment: Tensor
-    samples: int
-    kind: str = "exact"
+    finished: Tensor
     probed: Tensor | None = None
 
-    def along(self, probe: Tensor | None) -> Tensor:
-        return self.sample(0) if self.probed is None else self.probed
+    def __init__(self, use: Use, like: Tensor, dtype: torch.dtype) -> None:
+        """like: the parameter."""
+        self.samples, self.kind, self.dtypes, self.place = use.samples, use.kind, use.dtypes, use.place
+        self.is_returned = use.is_returned
+        if use.finished is None:
+            self.finished = torch.empty_like(like, dtype=dtype)
+            use.write(self.finished)
+        else:
+            self.finished = use.finished
 
-    def sample(self, index: int) -> Tensor:
-        raise Doubt("it was used a second time in a compiled graph, which no earlier backward had shown")
+    def along(self, probe: Tensor | None) -> Tensor:
+        return self.total() if self.probed is None else self.probed
 
     def total(self) -> Tensor:
-        return self.sample(0)
+        raise Doubt("it was used a second time in a compiled graph, which no earlier backward had shown")
 
-    def _accumulate(self, out: Tensor) -> None:
-        out += self.moment
-
-    def _write(self, out: Tensor) -> None:
-        out.copy_(self.moment)
-
-
-def settled(use: Use, like: Tensor, dtype: torch.dtype) -> Settled:
-    """The use finished; like: the parameter."""
-    moment = use.finished
-    if moment is None:
-        moment = torch.empty_like(like, dtype=dtype)
-        use.write(moment)
-    made = Settled(moment, use.samples, use.kind)
-    made.dtypes = use.dtypes
-    return made
+    def sample(self, index: int) -> Tensor:
+        return self.total()
 
 
 def merge(uses: Sequence[Use]) -> Use:
@@ -139,22 +123,19 @@ def merge(uses: Sequence[Use]) -> Use:
         return first
     if any(use.samples != first.samples for use in uses):
         raise Doubt(f"it was used on {first.samples} and on {uses[-1].samples} samples in one forward pass")
+    of_class: dict[type[Use], list[Use]] = {}
     for use in uses:
         if isinstance(use, Settled):
-            use.sample(0)  # which doubts
-    of_kind: dict[type[Use], list[Use]] = {}
-    for use in uses:
-        of_kind.setdefault(type(use), []).append(use)
-    parts = [part for alike in of_kind.values() for part in _joined(alike)]
+            use.total()  # which doubts
+        of_class.setdefault(type(use), []).append(use)
+    parts: list[Use] = []
+    for alike in of_class.values():
+        one = alike[0].join(alike) if len(alike) > 1 else alike[0]
+        parts += alike if one is None else [one]
     joined = parts[0] if len(parts) == 1 else _pair(parts) or Summed(parts)
     joined.output_gradients = tuple(gradient for use in uses for gradient in use.output_gradients)
+    joined.dtypes = tuple(dtype for use in uses for dtype in use.dtypes)
     return joined
-
-
-def _joined(alike: Sequence[Use]) -> Sequence[Use]:
-    """Uses of one class as one where that class can."""
-    joined = alike[0].join(alike[1:]) if len(alike) > 1 else None
-    return alike if joined is None else [joined]
 
 
 def _pair(parts: Sequence[Use]) -> Use | None:

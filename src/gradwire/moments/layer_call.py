@@ -11,7 +11,7 @@ import itertools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +20,16 @@ from torch import Tensor, nn
 
 from gradwire.moments.account import Account
 from gradwire.moments.passes import ModelPasses, Pass, current_task, quietly
-from gradwire.moments.uses import Doubt, Mismatch
+from gradwire.moments.precision import position_sums
+from gradwire.moments.uses import Doubt, Mismatch, Use
 
 if TYPE_CHECKING:
     from gradwire.moments.layer_table import Layer
 
 TAPS: weakref.WeakValueDictionary[int, Tap] = weakref.WeakValueDictionary()  # by key, for compiled graphs
 _keys = itertools.count(1)
-NOTHING: Mapping[str, torch.dtype] = types.MappingProxyType({})
+Asked = Mapping[str, torch.dtype]  # the gradients that a backward returns
+NOTHING: Asked = types.MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -67,45 +69,41 @@ class LayerCall:
             raise Mismatch(f"axis {self.axis} is {tensor.shape[self.axis]} long, the batch is {self.batch}")
         return tensor if self.axis == 0 else tensor.movedim(self.axis, 0)
 
-    def positions(self, tensor: Tensor) -> Tensor:
-        """[.., B, .., F] -> [B, T, F], T = product of all other axes."""
-        moved = self.samples_first(tensor, features=1)
-        if moved.ndim == 3:
-            return moved
-        return moved.reshape(moved.shape[0], prod(moved.shape[1:-1]), moved.shape[-1])
-
-    def sums(self, tensor: Tensor, features: int) -> Tensor:
-        """[.., B, .., *features] -> [B, *features], summed over everything between."""
+    def positions(self, tensor: Tensor, features: int = 1) -> Tensor:
+        """[.., B, .., *features] -> [B, T, F], T = product of all other axes."""
         moved = self.samples_first(tensor, features)
-        between = tuple(range(1, moved.ndim - features))
-        return moved.sum(dim=between) if between else moved
+        if moved.ndim == 3 and features == 1:
+            return moved
+        split = moved.ndim - features
+        return moved.reshape(moved.shape[0], prod(moved.shape[1:split]), prod(moved.shape[split:]))
+
+    def sums(self, tensor: Tensor) -> Tensor:
+        """[.., B, .., F] -> [B, F], summed over all other axes."""
+        moved = self.samples_first(tensor, features=1)
+        return position_sums(moved, range(1, moved.ndim - 1))
 
 
+@dataclass(eq=False)
 class Tap:
     """What hangs on a module whose forward was swapped. A copy of it is dead: it records nothing."""
 
-    live = False
+    module: nn.Module | None
+    layer: Layer | None
+    axis: int | None
+    accounts: dict[str, Account]
+    passes: ModelPasses
+    name: str
+    named: bool = False  # by the caller, who told the axis
+    signed: dict[str, Account] = field(default_factory=dict)  # estimated from this module's outputs, by random signs
+    after: Callable[[nn.Module, Tap, Any], Any] | None = None
+    fitting: dict[tuple[Any, ...], bool] = field(default_factory=dict)  # of what input its Function may stand in
+    positions: bool = False  # an Embedding of which the caller says that it is given positions
+    mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
+    live: bool = field(default=False, init=False)
 
-    def __init__(
-        self,
-        module: nn.Module | None,
-        layer: Layer | None,
-        axis: int | None,
-        accounts: Mapping[str, Account],
-        passes: ModelPasses,
-        name: str,
-        named: bool = False,
-    ) -> None:
-        self.module, self.layer, self.axis, self.name, self.named = module, layer, axis, name, named
-        self.accounts, self.passes = dict(accounts), passes
-        self.signed: dict[str, Account] = {}  # parameters estimated from this module's outputs, by random signs
-        self.after: Callable[[nn.Module, Tap, Any], Any] | None = None
-        self.fitting: dict[tuple[Any, ...], bool] = {}  # of what kinds of input its Function may stand in
-        self.positions = False  # an Embedding of which the caller says that it is given positions
-        self.mismatch: str | None = None  # its sample axis was once not B long: then it never is but by chance
-        self.input = None if module is None else first_input(module)
-        self.key = next(_keys)
-        self.live = True
+    def __post_init__(self) -> None:
+        self.input = None if self.module is None else first_input(self.module)
+        self.key, self.live = next(_keys), True
         TAPS[self.key] = self
 
     def __deepcopy__(self, memo: object) -> Tap:
@@ -135,9 +133,8 @@ class Tap:
         found = None if self.named else batch_axis.find(self.name, part, output.ndim, embeds)
         own = None if self.layer is None else self.layer.own_axis
         if found is None:
-            call.doubt = call.doubt or self.mismatch
-            if not self.named and own is None:
-                call.doubt = call.doubt or batch_axis.chance(output, call.samples)
+            told = self.named or own is not None
+            call.doubt = call.doubt or self.mismatch or (None if told else batch_axis.chance(output, call.samples))
             return
         call.doubt = call.doubt or found.doubt
         if found.doubt is None and own is not None and found.axis != own:
@@ -153,12 +150,7 @@ class Tap:
     # ---- in backward
 
     def report_beside(
-        self,
-        part: str,
-        gradient: Tensor,
-        saved: tuple[Tensor, ...],
-        call: LayerCall,
-        asked: Mapping[str, torch.dtype] = NOTHING,
+        self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall, asked: Asked = NOTHING
     ) -> dict[str, Tensor]:
         """`report` from a backward that may have gradients or autocast on."""
         if torch.is_grad_enabled() and self.live and not self.passes.paused:
@@ -169,12 +161,7 @@ class Tap:
             return self.report(part, gradient.detach(), saved, call, asked)
 
     def report(
-        self,
-        part: str,
-        gradient: Tensor,
-        saved: tuple[Tensor, ...],
-        call: LayerCall,
-        asked: Mapping[str, torch.dtype] = NOTHING,
+        self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall, asked: Asked = NOTHING
     ) -> dict[str, Tensor]:
         """Turns (input, gradient) into uses, reports them to the parameters' accounts, and makes the asked gradients.
 
@@ -183,18 +170,10 @@ class Tap:
         made: dict[str, Tensor] = {}
         if not self.live or self.passes.paused:
             return made
-        assert self.layer is not None
         if current_task() not in self.passes.tasks:
             self.passes.enter_task()
-        dtypes = (gradient.dtype, *[tensor.dtype for tensor in saved])
-        folds = call.samples is not None and call.outer * call.inner != 1
         try:
-            for name, use in list(self.layer.formulas[part](self.module, gradient, saved, call)):
-                if name not in call.wanted:
-                    continue
-                if folds:
-                    use = use.folded(call.outer, call.samples or 0, call.inner)
-                use.dtypes, use.output_gradients = dtypes, (gradient,)
+            for name, use in self.uses(part, gradient, saved, call):
                 found = self.accounts[name].report(call, use, asked.get(name))
                 if found is not None:
                     made[name] = found
@@ -204,6 +183,18 @@ class Tap:
             for name in call.wanted:
                 self.accounts[name].doubt(self.reason(str(doubt)))
         return made
+
+    def uses(self, part: str, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> list[tuple[str, Use]]:
+        """What the layer's formula makes of them, for the parameters that want a gradient."""
+        assert self.layer is not None
+        formula = self.layer.formulas[part]
+        found = [(name, use) for name, use in formula(self.module, gradient, saved, call) if name in call.wanted]
+        if call.samples is not None and call.outer * call.inner != 1:
+            found = [(name, use.folded(call.outer, call.samples, call.inner)) for name, use in found]
+        dtypes = (gradient.dtype, *[tensor.dtype for tensor in saved])
+        for _, use in found:
+            use.dtypes, use.output_gradients = dtypes, (gradient,)
+        return found
 
     def reason(self, doubt: str) -> str:
         """With the layer's class, so that somebody finds it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,10 +22,13 @@ COMPUTING = ("forward", "_conv_forward", "_output_padding")
 
 @dataclass(frozen=True)
 class Layer:
-    """How one class of layer is recorded: its formulas, by part, and its forward where the plain one will not do."""
+    """How one class of layer is recorded: its formulas, by part, and its forward where the plain one will not do.
 
-    parameters: frozenset[str]
+    own_axis: the layer's sample axis where its own definition fixes it. casts: autocast lowers its input.
+    """
+
     formulas: Mapping[str, Formula]
+    parameters: Sequence[str] = ("weight", "bias")
     forward: Forward | None = None
     own_axis: int | None = None
     casts: bool = False
@@ -34,32 +37,18 @@ class Layer:
 LAYERS: dict[str, Layer] = {}
 
 
-def add(
-    *kinds: type | str,
-    parameters: Iterable[str],
-    formulas: Mapping[str, Formula],
-    forward: Forward | None = None,
-    own_axis: int | None = None,
-    casts: bool = False,
-) -> None:
+def add(layer: Layer, *kinds: type | str) -> None:
     """Enters a layer by class, or by its path where its library must not be imported."""
-    layer = Layer(frozenset(parameters), formulas, forward, own_axis, casts)
-    for kind in kinds:
-        LAYERS[kind if isinstance(kind, str) else path_of(kind)] = layer
+    LAYERS.update({kind if isinstance(kind, str) else path_of(kind): layer for kind in kinds})
 
 
 def register(
     *kinds: type | str, forward: Forward | None = None, own_axis: int | None = None, casts: bool = False
 ) -> Callable[[F], F]:
-    """Enters the formula of a layer with a weight and a bias.
-
-    own_axis: the layer's sample axis where its own definition fixes it. casts: autocast lowers its input.
-    """
+    """Enters the formula of a layer with a weight and a bias."""
 
     def enter(formula: F) -> F:
-        parameters = ("weight", "bias")
-        formulas = {"": formula}
-        add(*kinds, parameters=parameters, formulas=formulas, forward=forward, own_axis=own_axis, casts=casts)
+        add(Layer({"": formula}, forward=forward, own_axis=own_axis, casts=casts), *kinds)
         return formula
 
     return enter

@@ -67,8 +67,3 @@ class MicroBatches:
             if self.groups is not None:
                 self.groups.add(self.share, samples)
         self.share = None
-
-
-def step(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """v = g^2: the whole batch as one sample."""
-    return gradient.to(dtype).square()

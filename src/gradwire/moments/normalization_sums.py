@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
 from importlib.util import find_spec
 from math import prod
 from typing import NamedTuple, Protocol, cast
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradwire.moments.precision import exact_dtype
+from gradwire.moments.precision import exact_dtype, position_sums
 
 Sums = tuple[Tensor | None, Tensor | None]
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,14 +64,6 @@ def _load(kind: str) -> SumKernels | None:
     name, compiler = KERNELS.get(kind, ("", ""))
     # where a compiler is missing, gradwire.codec has said so
     return cast(SumKernels, importlib.import_module(name)) if name and find_spec(compiler) else None
-
-
-def position_sums(gradient: Tensor, positions: Sequence[int]) -> Tensor:
-    """sum_t G in float32 (float64) over those axes; a gradient in half precision is not copied for it."""
-    wide, axes = exact_dtype(gradient), tuple(positions)
-    if all(gradient.shape[axis] == 1 for axis in axes):
-        return gradient.squeeze(axes).to(wide) if axes else gradient.to(wide)
-    return gradient.sum(axes, dtype=wide)
 
 
 def normalized_sums(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,27 +15,9 @@ from gradwire.moments.grad_and_moment import convolution_function, linear_functi
 SPATIAL = ("stride", "padding", "dilation", "output_padding")
 
 
-class Operation(Protocol):
-    """Linear in each of x, weight and bias; names: those of weight and bias in the layer."""
-
-    @property
-    def names(self) -> tuple[str, str]: ...
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
-
-    def to_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """The gradient of x, of which only the shape is read."""
-
-    def serves(self, x: Tensor, weight: Tensor, axis: int, samples: int) -> bool:
-        """Whether gradient and moment together are worth it for these shapes; axis: the samples lie along it."""
-
-    def numbers(self) -> list[int]:
-        """The operation as a compiled graph can carry it; `operation_of` is the way back."""
-
-
 @dataclass(frozen=True)
 class Multiply:
-    """x W^T + bias; turned: the weight lies as [I, O]."""
+    """x W^T + bias; turned: the weight lies as [I, O]; names: those of weight and bias in the layer."""
 
     names: tuple[str, str] = ("weight", "bias")
     turned: bool = False
@@ -46,17 +28,22 @@ class Multiply:
         return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])
 
     def to_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of x, of which only the shape is read."""
         rows = gradient.reshape(-1, gradient.shape[-1])
         return (rows @ (weight.T if self.turned else weight)).view(x.shape)
 
     def serves(self, x: Tensor, weight: Tensor, axis: int, samples: int) -> bool:
-        """T = 1: the moment is one more GEMM and can wait, but its bias and its check are cheaper here."""
+        """Whether gradient and moment together are worth it for these shapes; axis: the samples lie along it.
+
+        T = 1: the moment is one more GEMM and can wait, but its bias and its check are cheaper here.
+        """
         if x.ndim < 2 or axis > x.ndim - 2:
             return False
         positions = x.numel() // max(1, samples * x.shape[-1])
         return positions == 1 or linear_function(x.device, x.dtype, samples, positions, weight.shape) is not None
 
     def numbers(self) -> list[int]:
+        """The operation as a compiled graph can carry it; `operation_of` is the way back."""
         return [int(self.turned)]
 
 
@@ -86,7 +73,10 @@ class Convolve:
         return [*spatial, int(self.geometry["transposed"]), self.geometry["groups"]]
 
 
-def operation_of(numbers: Sequence[int]) -> Multiply | Convolve:
+Operation = Multiply | Convolve  # linear in each of x, weight and bias
+
+
+def operation_of(numbers: Sequence[int]) -> Operation:
     """What was written as `numbers`."""
     if len(numbers) == 1:
         return Multiply(turned=bool(numbers[0]))

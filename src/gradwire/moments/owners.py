@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
+from gradwire.moments.batch_dim import inner_of
 from gradwire.moments.layer_call import path_of
 from gradwire.moments.layer_table import Layer, layer_of
 from gradwire.moments.layers.own_parameters import BORROWERS, OWN
@@ -59,25 +60,17 @@ def is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.nn.") or isinstance(module, CONTAINERS)
 
 
-def clean(path: str, wrapped: bool) -> str:
-    """A module's name as the user's model has it: without DDP's and torch.compile's wrappers."""
-    parts = [part for part in path.split(".") if part and part != "_orig_mod"]
-    return ".".join(parts[1:] if wrapped and parts[:1] == ["module"] else parts)
-
-
-def is_wrapped(root: nn.Module) -> bool:
-    inner = getattr(root, "_orig_mod", root)
-    return isinstance(inner, nn.parallel.DistributedDataParallel)
-
-
 def modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module, tuple[nn.Module, ...]]]:
-    """(clean name, module, its lineage) for every module once."""
-    wrapped = is_wrapped(root)
-    known = dict(root.named_modules())
+    """(name as the user's model has it, without wrappers; module; its lineage) for every module once."""
+    known = dict(inner_of(root).named_modules())
     for path, module in known.items():
         parts = path.split(".") if path else []
         above = [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
-        yield clean(path, wrapped), module, tuple(known[name] for name in above if name in known)
+        yield (
+            ".".join(part for part in parts if part != "_orig_mod"),
+            module,
+            tuple(known[name] for name in above if name in known),
+        )
 
 
 def owners_of(root: nn.Module) -> dict[int, list[Owner]]:
@@ -92,16 +85,11 @@ def owners_of(root: nn.Module) -> dict[int, list[Owner]]:
 
 def why_never(owner: Owner) -> str | None:
     """Why this owner's use can have no exact moment, whatever the caller does; None where it can."""
-    kind = path_of(type(owner.module))
-    layer = layer_of(owner.module)
-    if is_parametrized(owner.module):
-        return None
+    layer, kind = owner.layer, path_of(type(owner.module))
     if layer is not None:
-        known = owner.local in layer.parameters
-        return None if known else COMPUTED.format(kind=kind)
-    if type(owner.module).__module__.startswith("torch.nn.modules") and not isinstance(owner.module, CONTAINERS):
-        return FORMULA.format(kind=kind)
-    return None
+        return None if layer is OWN or owner.local in layer.parameters else COMPUTED.format(kind=kind)
+    by_torch = type(owner.module).__module__.startswith("torch.nn.modules")
+    return FORMULA.format(kind=kind) if by_torch and not isinstance(owner.module, CONTAINERS) else None
 
 
 def why_raw(owner: Owner) -> str | None:

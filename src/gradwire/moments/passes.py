@@ -73,10 +73,6 @@ def clock_of(number: int, batch: int | None) -> Tensor:
         return torch.tensor([number, UNKNOWN if batch is None else batch], device="cpu")  # to be read without waiting
 
 
-def seed_of(step: int, number: int) -> int:
-    return int.from_bytes(blake2b(f"{step} {number}".encode(), digest_size=8).digest(), "little") >> 1
-
-
 class ModelPasses:
     """The passes and backwards of one model. Every account and every tap is given it when it is made.
 
@@ -199,4 +195,5 @@ class ModelPasses:
     @property
     def seed(self) -> int:
         """Of the random signs in the backward now running."""
-        return seed_of(self.step, self._backwards)
+        digest = blake2b(f"{self.step} {self._backwards}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,14 @@ def exact_dtype(tensor: Tensor) -> torch.dtype:
 def wide(tensor: Tensor) -> Tensor:
     """Half precision is summed in float32."""
     return tensor.to(exact_dtype(tensor))
+
+
+def position_sums(gradient: Tensor, positions: Sequence[int]) -> Tensor:
+    """sum_t G in float32 (float64) over those axes; a gradient in half precision is not copied for it."""
+    wide, axes = exact_dtype(gradient), tuple(positions)
+    if all(gradient.shape[axis] == 1 for axis in axes):
+        return gradient.squeeze(axes).to(wide) if axes else gradient.to(wide)
+    return gradient.sum(axes, dtype=wide)
 
 
 def wide_products(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

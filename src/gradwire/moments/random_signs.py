@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -79,14 +80,13 @@ def flip(seed: int, call: LayerCall, gradient: Tensor) -> Tensor:
     return (moved * signs.view(-1, *[1] * (moved.ndim - 1))).movedim(0, call.axis)
 
 
-def output_axes(module: nn.Module, tap: Tap, count: int) -> list[int | None]:
+def output_axes(module: nn.Module, tap: Tap, count: int) -> Sequence[int | None]:
     """The sample axis of each output: a recurrent layer's states have theirs second."""
+    first = 0 if getattr(module, "batch_first", True) else 1
     if isinstance(module, nn.RNNBase):
-        states: list[int | None] = [0 if module.batch_first else 1, 1, 1]
-        return states[:count]
+        return [first, 1, 1][:count]
     if isinstance(module, nn.MultiheadAttention):
-        outputs: list[int | None] = [0 if module.batch_first else 1, 0]  # the second are its weights
-        return outputs[:count]
+        return [first, 0][:count]  # the second are its weights
     return [tap.axis] * count
 
 

@@ -14,12 +14,11 @@ from gradwire.errors import AttachError, MomentError
 from gradwire.layout import in_shape
 from gradwire.moments import owners
 from gradwire.moments.account import Account, Options
-from gradwire.moments.batch_axis import BatchAxis, batch_size, token_count
+from gradwire.moments.batch_axis import BatchAxis, batch_size, tensors_in, token_count
 from gradwire.moments.batch_dim import BatchDim, axis_of, check_batch_dim, root_axis_of, told_axis
 from gradwire.moments.coverage import Row
-from gradwire.moments.hooks import OutputHook, PassHook
+from gradwire.moments.hooks import Hook
 from gradwire.moments.layer_call import Tap, path_of
-from gradwire.moments.layer_table import Layer
 from gradwire.moments.layers.broadcast import unwatch_parameter, watch_parameter
 from gradwire.moments.layers.own_parameters import OWN
 from gradwire.moments.micro_batches import ESTIMATORS
@@ -109,10 +108,9 @@ class Recorder:
                     f"can only be estimated: {never}. Replace the layer, or attach with strict=False"
                 )
             raw = raw if held else owners.UNKNOWN.format(kind="module unknown")
-            account = self.accounts[name] = Account(name, param, self.passes, self.options, never, raw)
-            account.shared = len(held) > 1
-            if raw is None:
-                account.hint = owners.NOT_REPORTED.format(kind=path_of(type(held[0].module)))
+            hint = raw or owners.NOT_REPORTED.format(kind=path_of(type(held[0].module)))
+            account = self.accounts[name] = Account(name, param, self.passes, self.options, never, hint)
+            account.shared, account.estimated = len(held) > 1, bool(never or raw)
         for account in self.accounts.values():
             self._watch(account, holders.get(id(account.param), []))
 
@@ -124,29 +122,29 @@ class Recorder:
                 continue
             known = account.never is None and layer is not None
             if known:
-                self._tap(owner, owner.module, layer).accounts[owner.local] = account
+                self._tap(owner).accounts[owner.local] = account
             if self.options.estimator == "signs" and (not known or layer is OWN):
-                tap = self._tap(owner, owner.module, layer)
+                tap = self._tap(owner)
                 tap.signed[account.name], tap.after = account, watch_signed
         name, lineage = (held[0].name, held[0].lineage) if held else ("", ())
         self._broadcasts.append(watch_parameter(account, axis_of(self.batch_dim, name, None, lineage)[0]))
 
-    def _tap(self, owner: Owner, module: nn.Module, layer: Layer | None) -> Tap:
-        if module not in self._taps:
-            axis, named = axis_of(self.batch_dim, owner.name, layer, owner.lineage)
-            positions = told_axis(self.batch_dim, owner.name)[0] == "positions"
-            # positions get their batch axis where the model's own is
-            axis = self.passes.root_axis if positions else axis
-            self._taps[module] = Tap(module, layer, axis, {}, self.passes, owner.name, named)
-            self._taps[module].positions = positions
-        return self._taps[module]
+    def _tap(self, owner: Owner) -> Tap:
+        tap = self._taps.get(owner.module)
+        if tap is None:
+            axis, named = axis_of(self.batch_dim, owner.name, owner.layer, owner.lineage)
+            tap = self._taps[owner.module] = Tap(owner.module, owner.layer, axis, {}, self.passes, owner.name, named)
+            if told_axis(self.batch_dim, owner.name)[0] == "positions":
+                # which get their batch axis where the model's own is
+                tap.positions, tap.axis = True, self.passes.root_axis
+        return tap
 
     def _install(self, root: nn.Module) -> None:
         for module, tap in self._taps.items():
             install(module, tap)
         self.listen()
-        self._handles.append(root.register_forward_pre_hook(PassHook(self), with_kwargs=True))
-        self._handles.append(root.register_forward_hook(OutputHook(self)))
+        self._handles.append(root.register_forward_pre_hook(Hook(self.on_forward), with_kwargs=True))
+        self._handles.append(root.register_forward_hook(Hook(self.on_output)))
 
     def listen(self) -> None:
         """Every account hears of its gradients from now on."""
@@ -182,6 +180,15 @@ class Recorder:
                 from gradwire.moments.follow.fake_forward import follow  # it takes half a second to import
 
                 self.batch_axis.learn(lambda axis: follow(passes, root, args, kwargs, axis))
+
+    def on_output(self, root: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Has the passes told when a backward reaches this one."""
+        if torch.compiler.is_compiling() or transformed() or not torch.is_grad_enabled():
+            return
+        reached = self.passes.output_hook()
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call]
 
     # ---- what the adapter calls
 

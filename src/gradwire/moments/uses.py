@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,11 @@ class Doubt(Exception):  # noqa: N818 - it is no error, it is an answer
 
 class Mismatch(Doubt):
     """The sample axis has not the batch's length: where it fits another time, that is chance."""
+
+
+def common_kind(uses: Iterable[Use]) -> str:
+    """Exact where all of them are."""
+    return next((use.kind for use in uses if use.kind != "exact"), "exact")
 
 
 def rows_of_samples(tensor: Tensor, outer: int, samples: int, inner: int) -> Tensor:
@@ -88,8 +94,9 @@ class Use(ABC):
         """Of [outer, samples, inner] rows, which were taken for samples, as one of the samples."""
         raise Doubt("a sample has several rows here, which this layer's formula does not follow")
 
-    def join(self, others: Sequence[Use]) -> Use | None:
-        """This use and others of its own class on the same samples, as one; None: sample by sample is the best."""
+    @staticmethod
+    def join(uses: Sequence[Any]) -> Use | None:
+        """Several of this class on the same samples as one; None: sample by sample is the best."""
         return None
 
     def join_other(self, other: Use) -> Use | None:
@@ -123,7 +130,6 @@ class Direct(Use):
     def folded(self, outer: int, samples: int, inner: int) -> Direct:
         return Direct(rows_of_samples(self.contributions, outer, samples, inner).sum(1), self.kind)
 
-    def join(self, others: Sequence[Use]) -> Use:
-        uses = [self, *(other for other in others if isinstance(other, Direct))]
-        kind = next((use.kind for use in uses if use.kind != "exact"), "exact")
-        return Direct(torch.stack([use.contributions for use in uses]).sum(0), kind)
+    @staticmethod
+    def join(uses: Sequence[Any]) -> Use:
+        return Direct(torch.stack([use.contributions for use in uses]).sum(0), common_kind(uses))

@@ -118,5 +118,5 @@ class VirtualWorker:
                 f"the second moments of {', '.join(missing)} can only be estimated, and estimates cannot be captured: "
                 "simulate(..., capture=False)"
             )
-        moments = [capturing.moments[slot.name].moment for slot in self._slots]
+        moments = [capturing.moments[slot.name].finished for slot in self._slots]
         torch._foreach_copy_([recorder.accounts[slot.name].in_place() for slot in self._slots], moments)

@@ -55,7 +55,7 @@ class StandIn:
             for own, new in zip(self.gradients, found, strict=True):
                 own.data.copy_(new)
             for name, settled in held.items():
-                settled.moment.copy_(self.capturing.moments[name].moment)
+                settled.finished.copy_(self.capturing.moments[name].finished)
             self.capturing.moments = held
         else:
             self.gradients = [one.detach().clone() for one in found]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from gradwire.moments.joined_uses import Disjoint, Settled, by_samples, merge, settled
+from gradwire.moments.joined_uses import Disjoint, Settled, by_samples, merge
 from gradwire.moments.layer_call import LayerCall
 from gradwire.moments.passes import quietly
 from gradwire.moments.uses import Doubt, Use
@@ -39,8 +39,7 @@ class CapturedMoments:
 
     def _settled(self, account: Account, use: Use) -> Settled:
         with quietly(account.param.device):  # at the end of a backward the caller's autocast is on
-            finished = settled(use, account.param, account.dtype)
-            finished.probed = use.along(account.completeness.probe) if self._checks else None
+            finished = account.settled(use, self._checks)
         finished.proven = not self._checks
         return finished
 
@@ -74,7 +73,7 @@ class CapturedMoments:
         if gradient is None or finished is None:
             return
         try:
-            account.verify([finished], gradient, [finished], finished.moment, due=True)
+            account.compare([finished], gradient, finished.finished)
         except Doubt as doubt:
             self.doubts[name] = str(doubt)
 
@@ -91,7 +90,7 @@ class CapturedMoments:
         for name in names:
             account, finished = self.recorder.accounts[name], self.moments[name]
             fresh = account.begins(account.param.grad)
-            (begin if fresh else go_on).append((account.in_place(), finished.moment))
+            (begin if fresh else go_on).append((account.in_place(), finished.finished))
             account.replayed(passed, finished.kind, fresh)
         for pairs, work in ((begin, torch._foreach_copy_), (go_on, torch._foreach_add_)):
             if pairs:

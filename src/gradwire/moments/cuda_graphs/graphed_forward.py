@@ -69,7 +69,6 @@ class GraphedForward:
         self.own = module.forward
         self.like = kind_of(sample)
         self._static: set[int] = set()  # addresses of the gradients that a replay writes
-        self._probes: list[Any] = []
         self._capture(module, sample, make)
         names = {id(account.param): name for name, account in recorder.accounts.items()}
         self.names = [names.get(id(param), "") for param in self._given]
@@ -124,26 +123,29 @@ class GraphedForward:
         self._keep_gradients()
         outputs, spec = pytree.tree_flatten(self.graph(*args, *self._given))
         differentiable = [one for one in outputs if one.requires_grad]
-        if self._complete and differentiable:
-            if self.recorder.passes.alone:  # its graph does without hooks on parameters
-                self.recorder.ignore()
-            self._commit_after(differentiable[0].grad_fn)
+        if self._complete and differentiable and self.recorder.passes.alone:
+            self.recorder.ignore()  # its graph does without hooks on parameters
+        if differentiable and (self._complete or not self._static):
+            self._after_replay(differentiable[0].grad_fn)
         made = iter(Ahead.apply(self, *differentiable))  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten([next(made) if one.requires_grad else one.clone() for one in outputs], spec)
 
     def announce(self, passed: Pass) -> None:
         """A replay of the backward follows: its moments are reported, where no hook of its own commits them."""
-        self._look()
         self.recorder.passes.enter_task()
         self._alone = self._complete and not self.recorder.listening
         if not self._alone:
             self.capturing.report(LayerCall(passed.number, passed.batch, None, True, frozenset()))
 
-    def _commit_after(self, node: Any) -> None:
-        """One hook behind the replay in place of one on every parameter: those took as long as a small model's step."""
+    def _after_replay(self, node: Any) -> None:
+        """One hook behind the replay in place of one on every parameter: those took as long as a small model's step.
+
+        In the first replay it sees where the gradients lie that all hand over: AccumulateGrad takes them as they are.
+        """
         passed, accumulators = self.recorder.passes.now().number, node.next_functions[-len(self.names) :]
 
         def after(made: Any, given: Any) -> None:
+            self._static = self._static or {one.data_ptr() for one in made if one is not None}
             if not self._alone:  # a pass without a graph has come since
                 return
             landing = zip(self.names, accumulators, strict=True)
@@ -159,20 +161,6 @@ class GraphedForward:
             held = param.grad
             if held is not None and held.data_ptr() in self._static:
                 param.grad = held.clone()
-
-    def _look(self) -> None:
-        """In the first replay: where the gradients lie that it hands over. AccumulateGrad takes them as they are."""
-        if self._static or self._probes:
-            for probe in self._probes:
-                probe.remove()
-            self._probes.clear()
-            return
-        static = self._static
-
-        def note(gradient: Tensor) -> None:
-            static.add(gradient.data_ptr())
-
-        self._probes = [param.register_hook(note) for param in self.parameters]  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """The module's forward as it was."""
@@ -194,14 +182,11 @@ def stand_ins(module: nn.Module, recorder: Recorder | None) -> Iterator[list[nn.
     DDP keeps the accumulators of the parameters themselves, which belong to the stream it was made on; a backward that
     is captured may wait for no other stream than its own. Replays are given the parameters again.
     """
-    own = {id(param): param for param in module.parameters()}
-    others = {key: nn.Parameter(param.detach(), param.requires_grad) for key, param in own.items()}
-    places = [
-        (one._parameters, name) for one in module.modules() for name, p in one._parameters.items() if p is not None
-    ]
+    others = {id(param): nn.Parameter(param.detach(), param.requires_grad) for param in module.parameters()}
+    tables = [one._parameters for one in module.modules()]
+    held = [(table, name, param) for table in tables for name, param in table.items() if param is not None]
     recorded = {} if recorder is None else recorder.accounts
-    accounts = [account for account in recorded.values() if id(account.param) in own]
-    held = [(table, name, table[name]) for table, name in places]
+    accounts = [account for account in recorded.values() if id(account.param) in others]
     try:
         for table, name, param in held:
             table[name] = others[id(param)]

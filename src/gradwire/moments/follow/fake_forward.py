@@ -16,6 +16,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -132,29 +133,23 @@ def as_long(one: Any, axis: int, batch: int | None) -> bool:
     return one.shape[axis] == batch or offsets
 
 
+@dataclass(eq=False)
 class FakeForward:
-    """One forward pass on fake tensors.
+    """One forward pass on fake tensors."""
 
-    axes: of the samples, by the id of each input that has them; number: what is read from the data is taken for it;
-    positions: embeddings whose ids are given the batch.
-    """
+    passes: ModelPasses
+    axis: int
+    root: nn.Module
+    given: Any
+    axes: Axes  # of the samples, by the id of each input that has them
+    training: bool
+    number: int  # what is read from the data is taken for it
+    positions: frozenset[str]  # embeddings whose ids are given the batch
 
-    def __init__(
-        self,
-        passes: ModelPasses,
-        axis: int,
-        root: nn.Module,
-        given: Any,
-        axes: Axes,
-        training: bool,
-        number: int,
-        positions: frozenset[str],
-    ) -> None:
-        self.passes, self.axis, self.root, self.given = passes, axis, root, given
-        self.axes, self.training, self.positions = axes, training, positions
+    def __post_init__(self) -> None:
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True, static_shapes=True)
-        self.rows = RowOrder(number)
-        self.batch, self.samples = 0, passes.batch or 0
+        self.rows = RowOrder(self.number)
+        self.batch, self.samples = 0, self.passes.batch or 0
         self.tokens: int | None = None
         self.found: list[tuple[Key, Where]] = []
         self.output: Any = None  # the shapes of what the model puts out

@@ -162,12 +162,7 @@ class RowOrder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         there = [axis for axis, size in enumerate(after.shape) if self._times(size)]
         origin = [axis for axis, size in enumerate(before.shape) if self._times(size)]
         unknown: Orders = {after.shape[axis]: None for axis in there}
-        if (
-            len(there) != 1
-            or len(origin) != 1
-            or len(numbers(before)) < before.ndim
-            or len(numbers(after)) < after.ndim
-        ):
+        if len(there) != 1 or len(origin) != 1 or any(len(numbers(one)) < one.ndim for one in (before, after)):
             return unknown
         order, times = self.order(before, before.shape[origin[0]]), self._times(after.shape[there[0]])
         step = 0 if order is None else order[1] * math.prod(before.shape[origin[0] + 1 :])

@@ -12,65 +12,60 @@ from torch import Tensor, nn
 from gradwire.moments.joined_uses import Slice
 from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.layer_function import run_layer
-from gradwire.moments.layer_table import Formula, Uses, add
+from gradwire.moments.layer_table import Formula, Layer, Uses, add
 from gradwire.moments.layers.linear import Positions
 from gradwire.moments.operations import Multiply
-from gradwire.moments.precision import wide
 from gradwire.moments.swapped_forward import autocast_input, watch
-from gradwire.moments.uses import Direct, Doubt
+from gradwire.moments.uses import Direct, Doubt, Use
 
 # part -> (first third of in_proj, number of thirds)
 THIRDS = {"qkv": (0, 3), "q": (0, 1), "k": (1, 1), "v": (2, 1), "kv": (1, 2)}
 WHOLE = Multiply(("in_proj_weight", "in_proj_bias"))
-Masks = tuple[Tensor | None, Tensor | None]
 
 
 def projection(part: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
     """As Linear, on the rows of in_proj that this projection uses, or on its own weight where kdim or vdim differ."""
     first, thirds = THIRDS[part]
-    start, length = first * module.embed_dim, thirds * module.embed_dim
+
+    def placed(use: Use) -> Use:
+        width = module.embed_dim
+        return use if thirds == 3 else Slice(use, first * width, thirds * width, 3 * width)
+
     own = f"{part}_proj_weight"
     if own in call.wanted:
         yield own, Positions(call.positions(g), call.positions(saved[0]))
     if "in_proj_weight" in call.wanted:
-        used = Positions(call.positions(g), call.positions(saved[0]))
-        yield "in_proj_weight", Slice(used, start, length, module.in_proj_weight.shape)
+        yield "in_proj_weight", placed(Positions(call.positions(g), call.positions(saved[0])))
     if "in_proj_bias" in call.wanted:
-        used_bias = Direct(call.sums(wide(g), features=1))
-        yield "in_proj_bias", Slice(used_bias, start, length, module.in_proj_bias.shape)
-
-
-def added(name: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
-    """bias_k, bias_v [1, 1, E]: one more position, expanded to the batch."""
-    yield name, Direct(call.sums(wide(g), features=1)[:, None, None])
+        yield "in_proj_bias", placed(Direct(call.sums(g)))
 
 
 def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
-    raise Doubt("its query has no batch axis (it is not 3-dimensional)")
+    adds = module.bias_k is not None or module.add_zero_attn
+    raise Doubt(
+        "with add_bias_kv or add_zero_attn it has no exact formula"
+        if adds
+        else "its query has no batch axis (it is not 3-dimensional)"
+    )
 
 
 def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> list[Tensor]:
-    """x [T, B, E] times the rows of `part`, one contiguous tensor for each third, in torch's own memory order."""
+    """x [T, B, E] times the rows of `part`, watched; a contiguous tensor a third, in torch's own memory order."""
     first, thirds = THIRDS[part]
-    rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
     output = run_layer(module, tap, x, part, WHOLE) if thirds == 3 else None
     if output is None:
-        output = beside(module, tap, x, rows, part)
+        rows = slice(first * module.embed_dim, (first + thirds) * module.embed_dim)
+        packed, bias = module.in_proj_weight, module.in_proj_bias
+        weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
+        x = autocast_input(x)
+        needs_input = any(name.endswith("weight") for name in tap.wanted())
+        output = F.linear(x, weight, None if bias is None else bias[rows])
+        output = watch(tap, output, (x,) if needs_input else (), part)
     if thirds == 1:
         return [output]
     apart = output.view(*output.shape[:-1], thirds, module.embed_dim).unsqueeze(0)
     apart = apart.transpose(0, -2).squeeze(-2).contiguous()
     return [apart[third] for third in range(thirds)]
-
-
-def beside(module: nn.MultiheadAttention, tap: Tap, x: Tensor, rows: slice, part: str) -> Tensor:
-    """The product with those rows, and a tap on it."""
-    packed = module.in_proj_weight
-    weight = packed[rows] if packed is not None else getattr(module, f"{part}_proj_weight")
-    bias = None if module.in_proj_bias is None else module.in_proj_bias[rows]
-    x = autocast_input(x)
-    needs_input = any(name.endswith("weight") for name in tap.wanted())
-    return watch(tap, F.linear(x, weight, bias), (x,) if needs_input else (), part)
 
 
 def project_all(module: nn.MultiheadAttention, tap: Tap, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -89,15 +84,8 @@ def canonical(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-def one_longer(masks: Masks) -> Masks:
-    """Masks for one more key that everybody sees."""
-    attention, padding = (None if mask is None else F.pad(mask, (0, 1)) for mask in masks)
-    return attention, padding
-
-
-def merged_mask(masks: Masks, heads: int) -> Tensor | None:
+def merged_mask(attention: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
     """[L, S] or [B*H, L, S], and [B, S] -> one mask [1 or B*H, 1 or L, S]."""
-    attention, padding = masks
     if attention is not None and attention.ndim == 2:
         attention = attention.unsqueeze(0)
     if padding is None:
@@ -105,16 +93,6 @@ def merged_mask(masks: Masks, heads: int) -> Tensor | None:
     batch, length = padding.shape
     padding = padding.view(batch, 1, 1, length).expand(-1, heads, -1, -1).reshape(batch * heads, 1, length)
     return padding if attention is None else attention + padding
-
-
-def with_bias(module: nn.MultiheadAttention, tap: Tap, k: Tensor, v: Tensor) -> list[Tensor]:
-    """k, v and one more position, bias_k and bias_v, the same for all samples."""
-    longer = []
-    for name, x in (("bias_k", k), ("bias_v", v)):
-        bias: Tensor = getattr(module, name)
-        extra = bias.repeat(1, x.shape[1], 1)
-        longer.append(torch.cat([x, watch(tap, extra, (), name) if name in tap.wanted() else extra]))
-    return longer
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -166,25 +144,19 @@ def attention_forward(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """MultiheadAttention.forward from tapped projections; torch's own bit for bit. Inside it samples come second."""
-    if query.ndim != 3 or query.is_nested:
+    if query.ndim != 3 or query.is_nested or module.bias_k is not None or module.add_zero_attn:
         flags = (need_weights, attn_mask, average_attn_weights, is_causal)
         output, found = type(module).forward(module, query, key, value, key_padding_mask, *flags)
-        return watch(tap, output, (), "unbatched"), found
+        return watch(tap, output, (), "whole"), found
     if is_causal and attn_mask is None:
         raise RuntimeError("is_causal is only a hint: give the attn_mask that it describes")
     causal = is_causal and key_padding_mask is None and not need_weights
-    masks = (None if causal else canonical(attn_mask, query.dtype), canonical(key_padding_mask, query.dtype))
+    mask = None if causal else canonical(attn_mask, query.dtype)
+    mask = merged_mask(mask, canonical(key_padding_mask, query.dtype), module.num_heads)
     if module.batch_first:
         query, key, value = turned(query, key, value)
-    q, k, v = project_all(module, tap, query, key, value)
-    if module.bias_k is not None:
-        k, v = with_bias(module, tap, k, v)
-        masks = one_longer(masks)
-    q, k, v = (split_heads(x, module.num_heads) for x in (q, k, v))
-    if module.add_zero_attn:
-        k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, x.shape[2])], 1) for x in (k, v))
-        masks = one_longer(masks)
-    mixed, probabilities = attend(module, q, k, v, merged_mask(masks, module.num_heads), need_weights, causal)
+    q, k, v = (split_heads(x, module.num_heads) for x in project_all(module, tap, query, key, value))
+    mixed, probabilities = attend(module, q, k, v, mask, need_weights, causal)
     output = module.out_proj(mixed)
     if probabilities is not None and average_attn_weights:
         probabilities = probabilities.mean(1)
@@ -192,20 +164,10 @@ def attention_forward(
 
 
 FORMULAS: dict[str, Formula] = {part: partial(projection, part) for part in THIRDS}
-FORMULAS |= {name: partial(added, name) for name in ("bias_k", "bias_v")}
-FORMULAS["unbatched"] = refused
-add(
-    nn.MultiheadAttention,
-    parameters=[
-        "in_proj_weight",
-        "in_proj_bias",
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-        "bias_k",
-        "bias_v",
-    ],
-    formulas=FORMULAS,
-    forward=attention_forward,
-    own_axis=1,  # of its projections, whatever batch_first says
+FORMULAS["whole"] = refused
+PARAMETERS = (
+    *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    *("bias_k", "bias_v"),
 )
+# own_axis: of its projections, whatever batch_first says
+add(Layer(FORMULAS, PARAMETERS, attention_forward, own_axis=1), nn.MultiheadAttention)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwire.moments.gpu.chip import has_triton
 from gradwire.moments.layer_call import LayerCall, Tap
-from gradwire.moments.layer_table import Uses, add
+from gradwire.moments.layer_table import Layer, Uses, add
 from gradwire.moments.layers.normalization import by_channel
 from gradwire.moments.normalization_sums import SHORT, flat
 from gradwire.moments.passes import arrives, quietly
@@ -131,12 +131,5 @@ def batch_norm_forward(module: Any, tap: Tap, *args: Any, **kwargs: Any) -> Any:
     return output
 
 
-add(
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    parameters=("weight", "bias"),
-    formulas={"": beside, "sums": from_sums},
-    forward=batch_norm_forward,
-    own_axis=0,
-)
+LAYER = Layer({"": beside, "sums": from_sums}, forward=batch_norm_forward, own_axis=0)
+add(LAYER, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

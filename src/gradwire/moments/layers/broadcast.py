@@ -30,7 +30,7 @@ def broadcast(shape: torch.Size, module: Any, gradient: Tensor, saved: tuple[Ten
 
 def watch_parameter(account: Account, axis: int | None) -> Tap:
     """Lets per_sample find the account of this parameter."""
-    expanded = Layer(frozenset({"param"}), {"": functools.partial(broadcast, account.param.shape)})
+    expanded = Layer({"": functools.partial(broadcast, account.param.shape)})
     tap = Tap(None, expanded, axis, {"param": account}, account.passes, account.name)
     WATCHED[id(account.param)] = weakref.ref(tap)
     return tap

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,8 @@ from gradwire.moments.grad_and_moment import convolution_function
 from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.layer_function import run_layer
 from gradwire.moments.layer_table import Uses, register
-from gradwire.moments.normalization_sums import position_sums
 from gradwire.moments.operations import Convolve
-from gradwire.moments.precision import exact_dtype
+from gradwire.moments.precision import exact_dtype, position_sums
 from gradwire.moments.swapped_forward import plain_forward
 from gradwire.moments.uses import Direct, Doubt, Use, rows_of_samples
 
@@ -68,22 +67,21 @@ class Patches(Use):
 
     def folded(self, outer: int, samples: int, inner: int) -> Patches:
         x, gradients = (rows_of_samples(side, outer, samples, inner).flatten(0, 1) for side in (self.x, self.gradients))
-        return Patches(x, gradients, self.shape, self.geometry, self.channels_last, outer * inner)
+        return replace(self, x=x, gradients=gradients, rows=outer * inner)
 
-    def join(self, others: Sequence[Use]) -> Use | None:
+    @staticmethod
+    def join(uses: Sequence[Any]) -> Use | None:
         """More rows of the same samples, where all are of one size."""
-        uses = [self, *(other for other in others if isinstance(other, Patches))]
         about = [(use.x.shape[1:], use.gradients.shape[1:], use.geometry) for use in uses]
         if any(one != about[0] for one in about):
             return None
 
         def joined(name: str) -> Tensor:
-            return torch.cat([getattr(use, name).unflatten(0, (use.samples, use.rows)) for use in uses], 1).flatten(
-                0, 1
-            )
+            sides = [getattr(use, name).unflatten(0, (use.samples, use.rows)) for use in uses]
+            return torch.cat(sides, 1).flatten(0, 1)
 
-        rows = sum(use.rows for use in uses)
-        return Patches(joined("x"), joined("gradients"), self.shape, self.geometry, self.channels_last, rows)
+        first: Patches = uses[0]
+        return replace(first, x=joined("x"), gradients=joined("gradients"), rows=sum(use.rows for use in uses))
 
     def noise(self) -> float:
         per_output = self.shape.numel() / max(1, self.gradients.shape[1])
@@ -121,11 +119,9 @@ def output_padding(module: _ConvNd, x: Tensor, gradient: Tensor) -> list[int]:
 def geometry_of(module: _ConvNd, x: Tensor, gradient: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """(the input as the convolution proper sees it, its numbers): padding by value is done before."""
     padding: Any = module.padding
-    if module.padding_mode != "zeros":
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=module.padding_mode)
-        padding = [0] * len(module.kernel_size)
-    elif isinstance(padding, str):  # "same" may be one longer on one side
-        x = F.pad(x, module._reversed_padding_repeated_twice)
+    if module.padding_mode != "zeros" or isinstance(padding, str):  # "same" may be one longer on one side
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         padding = [0] * len(module.kernel_size)
     return x, numbers_of(module, list(padding), output_padding(module, x, gradient))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.moments.joined_uses import Disjoint
 from gradwire.moments.layer_call import LayerCall, Tap
-from gradwire.moments.layer_table import Uses, add
+from gradwire.moments.layer_table import Layer, Uses, add
 from gradwire.moments.layers.linear import Positions
 from gradwire.moments.precision import wide, wide_products
 from gradwire.moments.swapped_forward import watch
@@ -68,17 +68,18 @@ class Rows(Use):
         owner = self.owner // inner % max(1, samples)
         return Rows(owner, self.ids, self.values, samples, self.rows, self.regular and outer == 1)
 
-    def join(self, others: Sequence[Use]) -> Use:
-        uses = [self, *(other for other in others if isinstance(other, Rows))]
-        regular = all(use.regular for use in uses) and self.samples > 0
+    @staticmethod
+    def join(uses: Sequence[Any]) -> Use:
+        samples, table = uses[0].samples, uses[0].rows
+        regular = all(use.regular for use in uses) and samples > 0
 
         def joined(name: str) -> Tensor:
             parts = [getattr(use, name) for use in uses]
             if not regular:
                 return torch.cat(parts)
-            return torch.cat([part.unflatten(0, (self.samples, -1)) for part in parts], 1).flatten(0, 1)
+            return torch.cat([part.unflatten(0, (samples, -1)) for part in parts], 1).flatten(0, 1)
 
-        return Rows(joined("owner"), joined("ids"), joined("values"), self.samples, self.rows, regular)
+        return Rows(joined("owner"), joined("ids"), joined("values"), samples, table, regular)
 
     def join_other(self, other: Use) -> Use | None:
         """With the output layer that it is tied to, where all samples have as many entries."""
@@ -147,21 +148,18 @@ def with_batch_axis(tap: Tap, module: nn.Embedding, ids: Tensor) -> Tensor:
     batch, or where the caller says so, batch_dim={module: "positions"}; and where nothing could be followed, for ids
     [1, T] in a model that is called on token ids [B, T].
     """
-    batch = tap.passes.now().batch
+    batch, axis, shape = tap.passes.now().batch, tap.passes.root_axis, list(ids.shape)
     # frequencies would count the copies
     if batch is None or module.scale_grad_by_freq:
         return ids
-    if tap.positions:
-        axis = tap.passes.root_axis
-        if ids.ndim == 1 and axis == 0:  # where samples come second the caller inserts their axis himself
-            return ids.expand(batch, ids.shape[0])
-        if ids.ndim == 2 and axis in (0, 1) and ids.shape[axis] == 1:
-            return ids.expand(batch, -1) if axis == 0 else ids.expand(-1, batch)
+    if ids.ndim == 1 and axis == 0:  # where samples come second the caller inserts their axis himself
+        shape = [batch, *shape]
+    elif ids.ndim == 2 and axis in (0, 1) and shape[axis] == 1:
+        shape[axis] = batch
+    else:
         return ids
-    shared = ids.ndim == 1 or (ids.ndim == 2 and ids.shape[0] == 1)
-    if tap.named or tap.passes.root_axis != 0 or not shared or not added_to_all(tap, ids, batch):
-        return ids
-    return ids.expand(batch, ids.shape[-1])
+    are_positions = tap.positions or (axis == 0 and not tap.named and added_to_all(tap, ids, batch))
+    return ids.expand(shape) if are_positions else ids
 
 
 def added_to_all(tap: Tap, ids: Tensor, batch: int) -> bool:
@@ -229,9 +227,7 @@ def bag(offsets: bool, module: nn.EmbeddingBag, gradient: Tensor, saved: tuple[T
         raise Doubt("torch 2.13 on CPU scales a bag's rows by the frequencies of other rows, which no formula follows")
     gradient = wide(call.samples_first(gradient, features=1))
     ids, *rest = saved
-    starts = rest.pop(0) if offsets else torch.arange(0, ids.numel(), max(1, ids.shape[-1]), device=ids.device)
-    if not offsets and ids.shape[-1] == 0:
-        starts = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
+    starts = rest.pop(0) if offsets else torch.arange(ids.shape[0], device=ids.device) * ids.shape[1]
     flat = ids.reshape(-1)
     if module.mode == "max":
         yield "weight", picked(module, gradient, flat, starts, offsets)
@@ -259,11 +255,6 @@ def picked(module: nn.EmbeddingBag, gradient: Tensor, ids: Tensor, starts: Tenso
     return Picked(chosen.clamp(min=0), gradient * full, module.num_embeddings)
 
 
-add(nn.Embedding, parameters=["weight"], formulas={"": embedding}, forward=embedding_forward)
-add(
-    nn.EmbeddingBag,
-    parameters=["weight"],
-    formulas={part: partial(bag, "offsets" in part) for part in ("", "offsets ", "weights", "offsets weights")},
-    forward=bag_forward,
-    own_axis=0,
-)
+add(Layer({"": embedding}, ["weight"], embedding_forward), nn.Embedding)
+BAGS = {part: partial(bag, "offsets" in part) for part in ("", "offsets ", "weights", "offsets weights")}
+add(Layer(BAGS, ["weight"], bag_forward, own_axis=0), nn.EmbeddingBag)

@@ -19,7 +19,6 @@ from gradwire.moments.grad_and_moment import linear_function
 from gradwire.moments.layer_call import LayerCall, Tap
 from gradwire.moments.layer_function import run_layer
 from gradwire.moments.layer_table import Uses, register
-from gradwire.moments.normalization_sums import position_sums
 from gradwire.moments.operations import Multiply
 from gradwire.moments.precision import exact_dtype, wide_products
 from gradwire.moments.swapped_forward import plain_forward
@@ -95,9 +94,9 @@ class Positions(Use):
         left, right = (rows_of_samples(side, outer, samples, inner).flatten(1, 2) for side in (self.left, self.right))
         return Positions(left, right)
 
-    def join(self, others: Sequence[Use]) -> Use:
+    @staticmethod
+    def join(uses: Sequence[Any]) -> Use:
         """Concatenated along T: (sum of uses)^2 with all cross terms."""
-        uses = [self, *(other for other in others if isinstance(other, Positions))]
         return Positions(torch.cat([use.left for use in uses], 1), torch.cat([use.right for use in uses], 1))
 
 
@@ -106,18 +105,13 @@ def linear_forward(operation: Multiply, module: nn.Module, tap: Tap, *args: Any,
     return plain_forward(module, tap, *args, **kwargs) if output is None else output
 
 
-def bias_use(gradient: Tensor, call: LayerCall) -> Uses:
-    if "bias" in call.wanted:
-        moved = call.samples_first(gradient, features=1)
-        yield "bias", Direct(position_sums(moved, range(1, moved.ndim - 1)))
-
-
 @register(nn.Linear, forward=partial(linear_forward, Multiply()), casts=True)
 def linear(module: nn.Module, gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
     """weight [O, I]."""
     if "weight" in call.wanted:
         yield "weight", Positions(call.positions(gradient), call.positions(saved[0]))
-    yield from bias_use(gradient, call)
+    if "bias" in call.wanted:
+        yield "bias", Direct(call.sums(gradient))
 
 
 @register("transformers.pytorch_utils.Conv1D", forward=partial(linear_forward, Multiply(turned=True)), casts=True)
@@ -125,4 +119,5 @@ def transposed_linear(module: nn.Module, gradient: Tensor, saved: tuple[Tensor, 
     """weight [I, O]: c_b = X_b^T G_b."""
     if "weight" in call.wanted:
         yield "weight", Positions(call.positions(saved[0]), call.positions(gradient))
-    yield from bias_use(gradient, call)
+    if "bias" in call.wanted:
+        yield "bias", Direct(call.sums(gradient))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
@@ -10,26 +9,20 @@ from torch import Tensor, nn
 
 from gradwire.moments.layer_call import LayerCall
 from gradwire.moments.layer_table import Uses, register
-from gradwire.moments.normalization_sums import channel_sums, normalized_sums, position_sums
-from gradwire.moments.precision import exact_dtype, wide
+from gradwire.moments.normalization_sums import channel_sums, normalized_sums
+from gradwire.moments.precision import exact_dtype, position_sums, wide
 from gradwire.moments.uses import Direct, Doubt
 
 Statistics = tuple[Tensor, Tensor]  # mean and variance of each channel
-
-
-def rows_of(tensor: Tensor, call: LayerCall, shape: torch.Size) -> Tensor:
-    """[.., B, .., *shape] -> [B, T, D]."""
-    moved = call.samples_first(tensor, features=len(shape))
-    return moved.reshape(moved.shape[0], prod(moved.shape[1 : moved.ndim - len(shape)]), prod(shape))
 
 
 def by_feature(
     gradient: Tensor, saved: tuple[Tensor, ...], call: LayerCall, shape: torch.Size, eps: float, centered: bool
 ) -> Uses:
     """weight: c_b = sum_t G xhat; bias: c_b = sum_t G; xhat: rows of `shape`, normalized."""
-    gradient = rows_of(gradient, call, shape)
+    gradient = call.positions(gradient, len(shape))
     weighted = "weight" in call.wanted
-    x = rows_of(saved[0], call, shape) if weighted else gradient
+    x = call.positions(saved[0], len(shape)) if weighted else gradient
     weight, bias = normalized_sums(gradient, x, eps, centered, weighted, "bias" in call.wanted)
     for name, found in (("weight", weight), ("bias", bias)):
         if found is not None:

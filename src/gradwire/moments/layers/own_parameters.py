@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from gradwire.moments.batch_axis import NOWHERE, Where
 from gradwire.moments.layer_call import LayerCall, Tap, path_of
-from gradwire.moments.layer_table import Layer, Uses, layer_of
+from gradwire.moments.layer_table import Layer, Uses
+from gradwire.moments.layers.convolution import convolution
 from gradwire.moments.layers.linear import linear, transposed_linear
 from gradwire.moments.layers.normalization import by_feature
 from gradwire.moments.precision import exact_dtype
@@ -30,14 +32,15 @@ from gradwire.moments.uses import Direct, Use
 ELEMENTWISE = {"add", "sub", "mul", "div", "true_divide", "add_", "sub_", "mul_", "div_"}
 SPREADING = {"expand", "expand_as", "repeat", "tile", "broadcast_to"}
 CASTING = {"to", "type_as"}  # take another tensor's dtype, and nothing of its values
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 # torch's functions of layers -> the names of their arguments
 LAYERS: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
     "matmul": ("input", "weight"),  # x @ weight
+    **dict.fromkeys(CONVOLUTIONS, ("input", "weight", "bias")),
 }
-CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
 FUNCTION = (
     "{kind} gives it to torch's {name} together with samples, through which they are not followed; through F.linear, "
     "x @ param, F.layer_norm and sums and products they are, and with gradwire.per_sample(param, x)"
@@ -52,13 +55,13 @@ class ModuleCall:
     def __init__(self, module: nn.Module, tap: Tap) -> None:
         self.module, self.tap = module, tap
         self.following = tap.passes.following
-        self.hooks = hooks()
+        self.packing = packing()
         self.ordinal, self.open = 0, True
 
     def listens(self) -> bool:
         """Inside a checkpoint within this forward nothing is changed, for it runs once more without stands."""
         differentiated = torch.is_grad_enabled() or self.following is not None  # not yet, by a reentrant checkpoint
-        return self.open and differentiated and bool(self.hooks == hooks())
+        return self.open and differentiated and bool(self.packing == packing())
 
     def place(self, part: str, dims: int) -> Where:
         """Where the samples lie in what this function puts out, as it was followed."""
@@ -70,7 +73,7 @@ class ModuleCall:
         return found
 
 
-def hooks() -> Any:
+def packing() -> Any:
     """What packs the tensors that are saved now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
@@ -177,7 +180,10 @@ def is_known(call: ModuleCall, name: str, tensors: Sequence[Tensor], where: Wher
         return not any(met) or name in CASTING
     if name == "matmul" and stands[0].actual.ndim != 2:
         return False
-    if name in LAYERS or (name in CONVOLUTIONS and convolves(call.module)):
+    module = call.module
+    if name in CONVOLUTIONS and not (isinstance(module, _ConvNd) and module.padding_mode == "zeros"):
+        return False  # only where a convolution's weight is computed: its function is given what it was called on
+    if name in LAYERS:
         return met[0] and not any(met[1:])
     alone = len(stands) == 1 and where.axis is not None and spreads(stands[0].actual.shape, shape, where.axis)
     return alone and (name in SPREADING or (name in ELEMENTWISE and len(met) == 2 and any(met)))
@@ -189,11 +195,6 @@ def spreads(shape: torch.Size, result: torch.Size, axis: int) -> bool:
         return False
     aligned = (1,) * (len(result) - len(shape)) + tuple(shape)
     return aligned[axis] == 1 and all(one in (1, size) for one, size in zip(aligned, result, strict=True))
-
-
-def convolves(module: nn.Module) -> bool:
-    """A convolution whose weight is computed: what its function is given is what it was called on."""
-    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.padding_mode == "zeros"
 
 
 # ---- what is done with it
@@ -236,8 +237,7 @@ def seen(call: ModuleCall, output: Tensor, saved: Sequence[Tensor], part: str, f
     def staged(module: Any, gradient: Tensor, saved: tuple[Tensor, ...], used: LayerCall) -> Uses:
         return formula(gradient, saved, used) if owner.live else ()
 
-    layer = Layer(frozenset(owner.accounts), {part: staged})
-    return watch(Tap(None, layer, None, owner.accounts, owner.passes, owner.name), output, saved, part)
+    return watch(Tap(None, Layer({part: staged}), None, owner.accounts, owner.passes, owner.name), output, saved, part)
 
 
 def contributions(one: StandIn, gradient: Tensor, saved: tuple[Tensor, ...], used: LayerCall) -> Uses:
@@ -254,15 +254,9 @@ def contributions(one: StandIn, gradient: Tensor, saved: tuple[Tensor, ...], use
 
 def by_layer(name: str, args: Any, kwargs: Any, result: Tensor, call: ModuleCall, part: str) -> Tensor:
     """The result of a layer's function, watched as that layer's."""
-    if name in CONVOLUTIONS:
-        named = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-        layer = layer_of(call.module)
-        assert layer is not None
-        formula: Any = partial(layer.formulas[""], call.module)
-    else:
-        named = dict(zip(LAYERS[name], args, strict=False)) | kwargs
-        multiplies = {"linear": linear, "matmul": transposed_linear}.get(name)
-        formula = partial(multiplies, call.module) if multiplies else partial(normalized, name, named)
+    named = dict(zip(LAYERS[name], args, strict=False)) | kwargs
+    layers: dict[str, Any] = {"linear": linear, "matmul": transposed_linear, **dict.fromkeys(CONVOLUTIONS, convolution)}
+    formula = partial(layers[name], call.module) if name in layers else partial(normalized, name, named)
     stands = {local: value for local, value in named.items() if type(value) is StandIn}
 
     def uses(gradient: Tensor, saved: tuple[Tensor, ...], used: LayerCall) -> Uses:
@@ -336,32 +330,25 @@ class Through(Use):
 # ---- a module's forward
 
 
-def place_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a parameter known to this one by a dotted name, and its name there."""
-    *path, local = name.split(".")
-    for step in path:
-        module = getattr(module, step)
-    return module, local
-
-
 @contextmanager
 def standing(module: nn.Module, call: ModuleCall) -> Iterator[None]:
     """Stands in the parameters' places: an attribute of the instance comes before a parameter."""
-    places = [(*place_of(module, name), name) for name in call.tap.accounts]
-    for holder, local, name in places:
-        param = holder._parameters[local]
-        assert param is not None
+    places: list[tuple[dict[str, Any], str]] = []
+    for name in call.tap.accounts:
+        path, _, local = name.rpartition(".")
+        places.append((module.get_submodule(path).__dict__, local))
+        param = module.get_parameter(name)
         leaf = param.detach().requires_grad_()
         # followed as if none were frozen, since that may change
         made = stand(call, param if call.following is None else leaf, leaf, {name: leaf})
         made.parameter = param
-        holder.__dict__[local] = made
+        places[-1][0][local] = made
     try:
         yield
     finally:
         call.open = False
-        for holder, local, _ in places:
-            holder.__dict__.pop(local, None)
+        for attributes, local in places:
+            attributes.pop(local, None)
 
 
 def own_forward(module: nn.Module, tap: Tap, *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +360,7 @@ def own_forward(module: nn.Module, tap: Tap, *args: Any, **kwargs: Any) -> Any:
         return plain(type(module).forward(module, *args, **kwargs))
 
 
-OWN = Layer(frozenset(), {}, own_forward)
+OWN = Layer({}, (), own_forward)
 # Modules that give torch's functions the weights of their layers, and never call those.
 BORROWERS = {
     "torchvision.models.swin_transformer.ShiftedWindowAttention": ("qkv", "proj"),

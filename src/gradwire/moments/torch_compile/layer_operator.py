@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from gradwire.moments.layer_call import Tap
-from gradwire.moments.operations import Convolve, Multiply, Operation, operation_of
+from gradwire.moments.operations import Multiply, Operation, operation_of
 from gradwire.moments.passes import quietly
 from gradwire.moments.swapped_forward import autocast_input
 from gradwire.moments.torch_compile.tap_operator import DECOMPOSED, HANDS_OVER, LIBRARY, hand_over
@@ -129,7 +129,7 @@ def _(gradient: Tensor, x: Tensor, clock: Tensor, *given: Any) -> list[Tensor]:
     return [x.new_empty_strided(weight.shape, weight.stride, dtype=weight.dtype), *biases]
 
 
-def by_torch(operation: Multiply | Convolve, gradient: Tensor, x: Tensor, weight: Weight) -> list[Tensor]:
+def by_torch(operation: Operation, gradient: Tensor, x: Tensor, weight: Weight) -> list[Tensor]:
     """[dW, dbias] without a moment."""
     if isinstance(operation, Multiply):
         rows, inputs = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (gradient, x))

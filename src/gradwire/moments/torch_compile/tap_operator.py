@@ -111,8 +111,7 @@ def hand_over(
     keeps = tap.keeps()
     call = LayerCall(passed, None if batch == UNKNOWN else batch, tap.axis, training, tap.wanted(), at_once=not keeps)
     tap.locate(call, part, gradient)
-    kept, inputs = gradient, tuple(saved)
     if keeps:
-        kept, inputs = gradient.clone(), tuple(tensor.clone() for tensor in saved)
+        gradient, saved = gradient.clone(), [tensor.clone() for tensor in saved]
     tap.passes.reach_by_tap(passed, call.batch)
-    return tap.report_beside(part, kept, inputs, call, asked)
+    return tap.report_beside(part, gradient, tuple(saved), call, asked)
