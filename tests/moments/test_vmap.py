@@ -223,7 +223,7 @@ OPTIONS: dict[str, tuple[Callable[[Any, Case], tuple[Any, ...]], tuple[int, ...]
     "EmbeddingBag, max": (lambda layer, case: (layer.padding_idx,), (3,)),
     "MultiheadAttention, self": (lambda layer, case: (layer.batch_first, layer.in_proj_bias is None), (2, 2)),
     "MultiheadAttention, cross": (lambda layer, case: (layer.batch_first, case.kwargs["need_weights"]), (2, 2)),
-    "MultiheadAttention, kdim": (lambda layer, case: (layer.batch_first, layer.in_proj_bias is None), (2, 2)),
+    "MultiheadAttention, kdim": (lambda layer, case: (layer.batch_first, layer.bias_k is None), (2, 2)),
     "TransformerEncoderLayer": (lambda layer, case: (case.axis, layer.norm_first), (2, 2)),
     "per_sample": (lambda layer, case: (case.axis,), (2,)),
 }

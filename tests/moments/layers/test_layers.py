@@ -197,6 +197,8 @@ def attention(how: str, draw: Draw, batch: int) -> Case:
         4,
         2,
         bias=draw(st.booleans()),
+        add_bias_kv=draw(st.booleans()),
+        add_zero_attn=draw(st.booleans()),
         batch_first=first,
         **({"kdim": 3, "vdim": 5} if how == "kdim" else {}),
     )

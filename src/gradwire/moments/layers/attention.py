@@ -21,6 +21,7 @@ from gradwire.moments.uses import Direct, Doubt, Use
 # part -> (first third of in_proj, number of thirds)
 THIRDS = {"qkv": (0, 3), "q": (0, 1), "k": (1, 1), "v": (2, 1), "kv": (1, 2)}
 WHOLE = Multiply(("in_proj_weight", "in_proj_bias"))
+Masks = tuple[Tensor | None, Tensor | None]
 
 
 def projection(part: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
@@ -40,13 +41,13 @@ def projection(part: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple
         yield "in_proj_bias", placed(Direct(call.sums(g)))
 
 
+def added(name: str, module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
+    """bias_k, bias_v [1, 1, E]: one more position, expanded to the batch."""
+    yield name, Direct(call.sums(g)[:, None, None])
+
+
 def refused(module: nn.MultiheadAttention, g: Tensor, saved: tuple[Tensor, ...], call: LayerCall) -> Uses:
-    adds = module.bias_k is not None or module.add_zero_attn
-    raise Doubt(
-        "with add_bias_kv or add_zero_attn it has no exact formula"
-        if adds
-        else "its query has no batch axis (it is not 3-dimensional)"
-    )
+    raise Doubt("its query has no batch axis (it is not 3-dimensional)")
 
 
 def project(module: nn.MultiheadAttention, tap: Tap, x: Tensor, part: str) -> list[Tensor]:
@@ -84,8 +85,15 @@ def canonical(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, float("-inf"))
 
 
-def merged_mask(attention: Tensor | None, padding: Tensor | None, heads: int) -> Tensor | None:
+def one_longer(masks: Masks) -> Masks:
+    """Masks for one more key that everybody sees."""
+    attention, padding = (None if mask is None else F.pad(mask, (0, 1)) for mask in masks)
+    return attention, padding
+
+
+def merged_mask(masks: Masks, heads: int) -> Tensor | None:
     """[L, S] or [B*H, L, S], and [B, S] -> one mask [1 or B*H, 1 or L, S]."""
+    attention, padding = masks
     if attention is not None and attention.ndim == 2:
         attention = attention.unsqueeze(0)
     if padding is None:
@@ -93,6 +101,16 @@ def merged_mask(attention: Tensor | None, padding: Tensor | None, heads: int) ->
     batch, length = padding.shape
     padding = padding.view(batch, 1, 1, length).expand(-1, heads, -1, -1).reshape(batch * heads, 1, length)
     return padding if attention is None else attention + padding
+
+
+def with_bias(module: nn.MultiheadAttention, tap: Tap, k: Tensor, v: Tensor) -> list[Tensor]:
+    """k, v and one more position, bias_k and bias_v, the same for all samples."""
+    longer = []
+    for name, x in (("bias_k", k), ("bias_v", v)):
+        bias: Tensor = getattr(module, name)
+        extra = bias.repeat(1, x.shape[1], 1)
+        longer.append(torch.cat([x, watch(tap, extra, (), name) if name in tap.wanted() else extra]))
+    return longer
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
@@ -144,19 +162,25 @@ def attention_forward(
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """MultiheadAttention.forward from tapped projections; torch's own bit for bit. Inside it samples come second."""
-    if query.ndim != 3 or query.is_nested or module.bias_k is not None or module.add_zero_attn:
+    if query.ndim != 3 or query.is_nested:
         flags = (need_weights, attn_mask, average_attn_weights, is_causal)
         output, found = type(module).forward(module, query, key, value, key_padding_mask, *flags)
-        return watch(tap, output, (), "whole"), found
+        return watch(tap, output, (), "unbatched"), found
     if is_causal and attn_mask is None:
         raise RuntimeError("is_causal is only a hint: give the attn_mask that it describes")
     causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if causal else canonical(attn_mask, query.dtype)
-    mask = merged_mask(mask, canonical(key_padding_mask, query.dtype), module.num_heads)
+    masks = (None if causal else canonical(attn_mask, query.dtype), canonical(key_padding_mask, query.dtype))
     if module.batch_first:
         query, key, value = turned(query, key, value)
-    q, k, v = (split_heads(x, module.num_heads) for x in project_all(module, tap, query, key, value))
-    mixed, probabilities = attend(module, q, k, v, mask, need_weights, causal)
+    q, k, v = project_all(module, tap, query, key, value)
+    if module.bias_k is not None:
+        k, v = with_bias(module, tap, k, v)
+        masks = one_longer(masks)
+    q, k, v = (split_heads(x, module.num_heads) for x in (q, k, v))
+    if module.add_zero_attn:
+        k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, x.shape[2])], 1) for x in (k, v))
+        masks = one_longer(masks)
+    mixed, probabilities = attend(module, q, k, v, merged_mask(masks, module.num_heads), need_weights, causal)
     output = module.out_proj(mixed)
     if probabilities is not None and average_attn_weights:
         probabilities = probabilities.mean(1)
@@ -164,7 +188,8 @@ def attention_forward(
 
 
 FORMULAS: dict[str, Formula] = {part: partial(projection, part) for part in THIRDS}
-FORMULAS["whole"] = refused
+FORMULAS |= {name: partial(added, name) for name in ("bias_k", "bias_v")}
+FORMULAS["unbatched"] = refused
 PARAMETERS = (
     *("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
     *("bias_k", "bias_v"),
