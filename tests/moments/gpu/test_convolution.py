@@ -147,10 +147,14 @@ def test_a_cpu_is_not_served() -> None:
     assert convolution_function(x.device, x.dtype, shape, geometry) is cpu.convolution
 
 
-def test_kernel_for_hopper_finds_what_it_takes_from_linear() -> None:
-    from gradwire.moments.gpu import convolution_hopper
+def test_kernel_for_hopper_runs_a_linear_as_a_row_of_positions() -> None:
+    from gradwire.moments.gpu.linear_hopper import prepared
 
-    assert convolution_hopper.ROWS == 128
+    ready = prepared((5, 100, 200, 136), (30000, 300, 1), (13600, 136, 1), 132)
+    assert ready.gradient_map == ([5, 1, 100, 200], [30000, 300, 300, 1])
+    assert ready.x_map == ([5, 1, 1, 100, 136], [13600, 136, 136, 136, 1])
+    assert (ready.boxes.high, ready.boxes.wide, *ready.shape[:5]) == (1, 64, 200, 136, 1, 2, 136)
+    assert ready.work[:3] == (2, 2, 5)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,8 @@ from gradwire.moments.gpu import convolution_tiles, depthwise
 from gradwire.moments.gpu.chip import HALVES, chip
 from gradwire.moments.gpu.convolution_join import Shares, join_into, layout_of
 from gradwire.moments.gpu.convolution_operands import arranged
-from gradwire.moments.gpu.convolution_plans import ConvolutionShape, boxes_for
+from gradwire.moments.gpu.convolution_plans import ConvolutionShape
+from gradwire.moments.gpu.hopper_plans import convolution_boxes
 
 MOST_WAYS = 4096  # shapes remembered
 Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]
@@ -72,7 +73,7 @@ def hopper_way(geometry: ConvolutionShape, device: torch.device, in_place: bool,
     from gradwire.moments.gpu import convolution_hopper
 
     flat = convolution_hopper.flattened(geometry)
-    ready = convolution_hopper.prepare(flat, boxes_for(flat, chip(device)[1], pieces), pieces)
+    ready = convolution_hopper.prepare(flat, convolution_boxes(flat, chip(device)[1], pieces), pieces)
     layout, shares = layout_of(geometry), Shares(1, 0, geometry.elements)
 
     def run(gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:

@@ -9,9 +9,6 @@ import functools
 import math
 from dataclasses import dataclass
 
-from gradwire.moments.gpu.tile_shares import shares
-
-TILE_ROWS = 128  # outputs in a tile of Hopper's kernel
 SLOTS = 4 * 132  # programs of four warps that an H200 runs at once
 
 
@@ -119,44 +116,3 @@ def plan_for(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     if splits >= 48 and geometry.positions > 64:
         return TilePlan(block_o, block_i, block_k, 4, plan.stages, parts=1, flat=plan.flat)
     return TilePlan(block_o, block_i, block_k, 4, plan.stages, splits=splits, steps=plan.steps, flat=plan.flat)
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """How Hopper's kernel cuts a shape: boxes of high x wide positions, tiles of 128 outputs x `columns` channels.
-
-    programs, whole, share: as in tuning.TilePlan.
-    """
-
-    high: int
-    wide: int
-    columns: int
-    stages: int
-    programs: int
-    whole: int
-    share: int
-
-
-def box_of(geometry: ConvolutionShape) -> tuple[int, int]:
-    """(high, wide): the box that multiplies the fewest zeros; a step costs as much as 24 positions besides."""
-    sizes = [(high, step // high) for step in (16, 32, 64) for high in (8, 4, 2, 1)]
-
-    def cost(box: tuple[int, int]) -> int:
-        return -(-geometry.out_height // box[0]) * -(-geometry.out_width // box[1]) * (box[0] * box[1] + 24)
-
-    return min(sizes, key=cost)
-
-
-@functools.lru_cache(maxsize=1024)
-def boxes_for(geometry: ConvolutionShape, programs: int, pieces: int = 1) -> Boxes:
-    """Box, tile and shares of one shape."""
-    high, wide = box_of(geometry)
-    rows, inputs = -(-geometry.outputs // TILE_ROWS), geometry.taps * geometry.channels
-    # few tiles are made twice as many; H200: 33 against 37 us for 512 -> 128 pointwise at 28 x 28
-    narrow = rows * inputs // 128 < 24 or 100 <= rows * inputs // 64 <= programs
-    columns = 64 if narrow or geometry.channels % 128 else 128
-    stages = min(16, 196608 // (high * wide * (TILE_ROWS + columns) * 2))
-    positions = geometry.positions * pieces * columns / 128
-    tiles = rows * (inputs // columns)
-    whole, share = shares(tiles, geometry.samples, positions, programs, launch_us=4.0, most_parts=geometry.samples)
-    return Boxes(high, wide, columns, stages, programs, whole, share)
