@@ -97,19 +97,20 @@ def check_plans(device: str) -> None:
     from gradwire.moments.gpu.convolution_moment import shape_of
     from gradwire.moments.gpu.convolution_operands import arranged
     from gradwire.moments.gpu.convolution_plans import TilePlan
-    from gradwire.moments.gpu.convolution_tiles import launch
+    from gradwire.moments.gpu.convolution_tiles import prepare
 
-    plans = [TilePlan(16, 16, 16, 4, 2), TilePlan(16, 16, 16, 4, 2, splits=2), TilePlan(16, 16, 16, 4, 2, parts=2)]
-    plans += [TilePlan(16, 16, 16, 4, 2, steps=2), TilePlan(16, 64, 16, 4, 2, parts=1, flat=16)]
-    plans += [TilePlan(16, 16, 32, 4, 2, steps=1), TilePlan(16, 64, 16, 4, 2, splits=3, flat=16)]
-    gradient, x, shape, geometry = problem("3x3", torch.float32, device)
-    wanted = truth(gradient, x, shape, geometry)
-    sizes = shape_of(gradient, x, torch.Size(shape), named(geometry))
+    plans = [TilePlan(16, 16, 16, 2), TilePlan(16, 16, 16, 2, splits=2), TilePlan(16, 16, 16, 2, parts=2)]
+    plans += [TilePlan(16, 16, 16, 2, steps=2), TilePlan(16, 64, 16, 2, parts=1, flat=16)]
+    plans += [TilePlan(16, 16, 32, 2, steps=1), TilePlan(16, 64, 16, 2, splits=3, flat=16)]
+    gradient, x, shape, (stride, padding, dilation, groups) = problem("3x3", torch.float32, device)
+    wanted = truth(gradient, x, shape, (stride, padding, dilation, groups))
+    numbers = (*stride, *padding, *dilation, groups)
+    sizes = shape_of(gradient.shape, x.shape, torch.Size(shape), numbers)
     for plan in plans:
         for layout in (torch.channels_last, torch.contiguous_format):
             found = tuple(torch.empty(shape).contiguous(memory_format=layout) for _ in range(2))
-            in_place = layout == torch.channels_last
-            launch(*arranged(gradient, x, False), sizes, found, in_place, 1, True, plan)
+            ready = prepare(sizes, plan, layout == torch.channels_last, pieces=1, rounded=False)
+            ready.run(*arranged(gradient, x, False), found)
             assert max(map(error, found, wanted)) < 1e-6, (plan, layout)
 
 

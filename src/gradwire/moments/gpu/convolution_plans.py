@@ -5,9 +5,12 @@ The rules are fitted to a sweep of every convolution of ResNet-50 and of the CIF
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
 
 SLOTS = 4 * 132  # programs of four warps that an H200 runs at once
 
@@ -51,6 +54,9 @@ class ConvolutionShape:
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0)
 
 
+Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]  # gradient, x -> both results
+
+
 @dataclass(frozen=True)
 class TilePlan:
     """How the kernel that runs everywhere cuts a shape: tile, loop and shares of the work.
@@ -62,7 +68,6 @@ class TilePlan:
     block_o: int
     block_i: int
     block_k: int
-    warps: int
     stages: int
     splits: int = 1
     parts: int = 0
@@ -89,10 +94,9 @@ def stem_plan(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     tiles = math.ceil(geometry.outputs / 64) * math.ceil(columns / block_i)
     parts = max(1, min(8, geometry.positions // 512, 132 // max(1, tiles * geometry.samples)))
     flat = 8 if geometry.paired else 4
-    return TilePlan(64, 64 if wide else block_i, 32 if wide else 64, 4, 3 if wide else 4, parts=parts, flat=flat)
+    return TilePlan(64, 64 if wide else block_i, 32 if wide else 64, 3 if wide else 4, parts=parts, flat=flat)
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_for(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     """The plan of the kernel that runs everywhere; wide: float32, whose tiles are smaller."""
     if geometry.channels < 4:
@@ -100,19 +104,12 @@ def plan_for(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     block_o = 32 if wide else max(16, min(64, power_of_two(geometry.outputs)))
     block_i = max(16, min(128 if wide else 64, power_of_two(geometry.channels)))
     block_k = 16 if geometry.positions <= 16 else 32 if wide or geometry.positions <= 32 else 64
+    stages = 3 if wide else 5 if block_k == 16 else 4
     steps = math.ceil(geometry.positions / block_k)
-    plan = TilePlan(
-        block_o,
-        block_i,
-        block_k,
-        4,
-        3 if wide else 5 if block_k == 16 else 4,
-        steps=steps if steps * block_k <= 64 else 0,
-    )
-    if not wide and geometry.channels == 64 and geometry.taps > 1:
-        plan = TilePlan(block_o, block_i, block_k, 4, plan.stages, steps=plan.steps, flat=64)
+    flat = 64 if not wide and geometry.channels == 64 and geometry.taps > 1 else 0
+    plan = TilePlan(block_o, block_i, block_k, stages, flat=flat, steps=steps if steps * block_k <= 64 else 0)
     tiles = math.prod(plan.tiles(geometry))
     splits = max(1, min(geometry.samples, SLOTS // (2 if wide else 1) // max(1, tiles)))
     if splits >= 48 and geometry.positions > 64:
-        return TilePlan(block_o, block_i, block_k, 4, plan.stages, parts=1, flat=plan.flat)
-    return TilePlan(block_o, block_i, block_k, 4, plan.stages, splits=splits, steps=plan.steps, flat=plan.flat)
+        return replace(plan, parts=1, steps=0)
+    return replace(plan, splits=splits)
