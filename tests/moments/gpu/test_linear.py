@@ -11,7 +11,7 @@ from torch import Tensor
 
 import interpreted
 from gradwire.moments.gpu.choice import linear, linear_by_products, worth_it
-from gradwire.moments.gpu.hopper_plans import Work, linear_boxes, shares
+from gradwire.moments.gpu.hopper_plans import TileShares, linear_boxes, shares
 
 pytest.importorskip("triton", reason="the fused kernels need Triton")
 needs_gpu = pytest.mark.gpu
@@ -89,7 +89,7 @@ def check_joining() -> None:
     from gradwire.moments.gpu.join_tiles import join_parts
 
     samples, outputs, inputs = 7, 300, 17 * 128 + 4
-    work = Work(rows=3, columns=18, samples=samples, whole=2, rest=52, parts=3, share=3)
+    work = TileShares(rows=3, columns=18, samples=samples, whole=2, rest=52, parts=3, share=3)
     each = torch.randn(samples, 3 * 128, 18 * 128)
     bands = (range(16), range(16, 18))
     order = [(row, column) for columns in bands for row in range(3) for column in columns][work.whole :]

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gradwire.compile.launching import is_known, launch_again
 from gradwire.moments.gpu.convolution_plans import ConvolutionShape
-from gradwire.moments.gpu.hopper_plans import TILE_ROWS, Boxes, Work
+from gradwire.moments.gpu.hopper_plans import TILE_ROWS, Boxes, TileShares
 from gradwire.moments.gpu.hopper_tiles import Map, following, multiply, place, segment, turns
 from gradwire.moments.gpu.join_tiles import join_parts
 
@@ -145,7 +145,7 @@ class Ready:
     gradient_map: tuple[list[int], list[int]]
     x_map: tuple[list[int], list[int]]
     shape: tuple[Any, ...]
-    work: Work
+    work: TileShares
 
     def run(self, gradient: Tensor, x: Tensor, weight_gradient: Tensor, moment: Tensor) -> None:
         """Half precision, channels side by side -> weight_gradient, moment as [O, taps, C] in memory."""
@@ -198,5 +198,5 @@ def prepare(geometry: ConvolutionShape, boxes: Boxes, pieces: int) -> Ready:
         gradient_map=(gradient_shape, gradient_strides),
         x_map=(x_shape, x_strides),
         shape=(outputs, inputs, *blocks, *layer),
-        work=Work(rows, columns, geometry.samples, boxes.whole, rest, parts, boxes.share),
+        work=TileShares(rows, columns, geometry.samples, boxes.whole, rest, parts, boxes.share),
     )

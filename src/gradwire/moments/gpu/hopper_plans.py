@@ -32,7 +32,7 @@ class Boxes:
     share: int
 
 
-class Work(NamedTuple):
+class TileShares(NamedTuple):
     """Tiles in a column and a row of a weight, and samples; tiles that run whole, and the rest of them, each in so many
     parts of `share` samples."""
 

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.compile.launching import launch_again
-from gradwire.moments.gpu.hopper_plans import BAND, TILE_ROWS, Work
+from gradwire.moments.gpu.hopper_plans import BAND, TILE_ROWS, TileShares
 
 SIZES = ["outputs", "n_rows", "n_columns", "n_whole", "n_parts"]
 GROUP = tl.constexpr(BAND)
@@ -39,7 +39,9 @@ def join_parts_kernel(
         tl.store(moment + target, total, mask=kept)
 
 
-def join_parts(parts: Tensor, results: tuple[Tensor, Tensor], shape: tuple[int, int], work: Work, at_once: int) -> None:
+def join_parts(
+    parts: Tensor, results: tuple[Tensor, Tensor], shape: tuple[int, int], work: TileShares, at_once: int
+) -> None:
     """parts [part of the samples, tile, 2, 128, columns] -> the tiles of both results that several programs shared.
 
     shape: of the weight as a matrix; at_once: rows of a tile that a program joins.
