@@ -101,7 +101,7 @@ def way_for(
     geometry = shape_of(gradient_shape, x_shape, weight_shape, numbers)
     half = dtype in HALVES
     in_place = channels_last or geometry.taps == 1
-    rounded = not half and device.type == "cuda"
+    rounded = not half and device.type == "cuda"  # float32 comes here only where tf32 is allowed (choice.py)
     if geometry.groups > 1:
         by_channel = depthwise.prepare(geometry, dtype)
         return lambda gradient, x, results: by_channel(*as_kernels_read(gradient, x, False), results)
