@@ -32,7 +32,6 @@ SHAPES: list[tuple[int, int, int, int, float | None]] = [
     (1024, 8, 1024, 1024, None),
     (1024, 4, 1024, 1024, None),
     (1024, 2, 1024, 1024, None),
-    (8192, 1, 4096, 1024, None),
 ]
 
 

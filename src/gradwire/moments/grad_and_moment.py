@@ -31,7 +31,7 @@ def linear_function(
         return None
     if device.type == "cpu":
         return cpu.linear
-    return gpu.linear_function(device, dtype, samples, positions, weight_shape) if device.type == "cuda" else None
+    return gpu.linear_function(device, dtype, samples, weight_shape) if device.type == "cuda" else None
 
 
 def convolution_function(

@@ -97,19 +97,20 @@ def check_plans(device: str) -> None:
     from gradwire.moments.gpu.convolution_moment import shape_of
     from gradwire.moments.gpu.convolution_operands import arranged
     from gradwire.moments.gpu.convolution_plans import TilePlan
-    from gradwire.moments.gpu.convolution_tiles import launch
+    from gradwire.moments.gpu.convolution_tiles import prepare
 
-    plans = [TilePlan(16, 16, 16, 4, 2), TilePlan(16, 16, 16, 4, 2, splits=2), TilePlan(16, 16, 16, 4, 2, parts=2)]
-    plans += [TilePlan(16, 16, 16, 4, 2, steps=2), TilePlan(16, 64, 16, 4, 2, parts=1, flat=16)]
-    plans += [TilePlan(16, 16, 32, 4, 2, steps=1), TilePlan(16, 64, 16, 4, 2, splits=3, flat=16)]
-    gradient, x, shape, geometry = problem("3x3", torch.float32, device)
-    wanted = truth(gradient, x, shape, geometry)
-    sizes = shape_of(gradient, x, torch.Size(shape), named(geometry))
+    plans = [TilePlan(16, 16, 16, 2), TilePlan(16, 16, 16, 2, splits=2), TilePlan(16, 16, 16, 2, parts=2)]
+    plans += [TilePlan(16, 16, 16, 2, steps=2), TilePlan(16, 64, 16, 2, parts=1, flat=16)]
+    plans += [TilePlan(16, 16, 32, 2, steps=1), TilePlan(16, 64, 16, 2, splits=3, flat=16)]
+    gradient, x, shape, (stride, padding, dilation, groups) = problem("3x3", torch.float32, device)
+    wanted = truth(gradient, x, shape, (stride, padding, dilation, groups))
+    numbers = (*stride, *padding, *dilation, groups)
+    sizes = shape_of(gradient.shape, x.shape, torch.Size(shape), numbers)
     for plan in plans:
         for layout in (torch.channels_last, torch.contiguous_format):
             found = tuple(torch.empty(shape).contiguous(memory_format=layout) for _ in range(2))
-            in_place = layout == torch.channels_last
-            launch(*arranged(gradient, x, False), sizes, found, in_place, 1, True, plan)
+            ready = prepare(sizes, plan, layout == torch.channels_last, pieces=1, rounded=False)
+            ready.run(*arranged(gradient, x, False), found)
             assert max(map(error, found, wanted)) < 1e-6, (plan, layout)
 
 
@@ -147,10 +148,14 @@ def test_a_cpu_is_not_served() -> None:
     assert convolution_function(x.device, x.dtype, shape, geometry) is cpu.convolution
 
 
-def test_kernel_for_hopper_finds_what_it_takes_from_linear() -> None:
-    from gradwire.moments.gpu import convolution_hopper
+def test_kernel_for_hopper_runs_a_linear_as_a_row_of_positions() -> None:
+    from gradwire.moments.gpu.linear_hopper import prepared
 
-    assert convolution_hopper.ROWS == 128
+    ready = prepared((5, 100, 200, 136), (30000, 300, 1), (13600, 136, 1), 132)
+    assert ready.gradient_map == ([5, 1, 100, 200], [30000, 300, 300, 1])
+    assert ready.x_map == ([5, 1, 1, 100, 136], [13600, 136, 136, 136, 1])
+    assert (ready.boxes.high, ready.boxes.wide, *ready.shape[:5]) == (1, 64, 200, 136, 1, 2, 136)
+    assert ready.work[:3] == (2, 2, 5)
 
 
 @pytest.mark.gpu

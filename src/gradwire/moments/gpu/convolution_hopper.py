@@ -1,9 +1,9 @@
-"""Step 1, moments: weight gradient and second moment of a convolution for Hopper's own matrix instructions.
+"""Step 1, moments: weight gradient and second moment of a convolution in one pass, by Hopper's own matrix instructions.
 
-As linear_hopper.py, with the same multiplying half: a convolution's weight is a matrix [O, taps * C], the positions of
-a sample are boxes of rows x columns of its plane, and a tile's columns are channels of one tap. A box of the input is
-the box of the output moved by the tap; what sticks out at an edge, the padding, tensor maps fill with zeros. A stride s
-is a dimension of its own: [B, H, W, C] is read as [B, H/s, s, W/s, s*C].
+One warp fetches by tensor maps, two warp groups of four multiply (hopper_tiles.py). A convolution's weight is a matrix
+[O, taps * C], the positions of a sample are boxes of rows x columns of its plane, and a tile's columns are channels of
+one tap. A box of the input is the box of the output moved by the tap; what sticks out at an edge, the padding, tensor
+maps fill with zeros. A stride s is a dimension of its own: [B, H, W, C] is read as [B, H/s, s, W/s, s*C].
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gradwire.compile.launching import is_known, launch_again
-from gradwire.moments.gpu.convolution_plans import TILE_ROWS as ROWS
-from gradwire.moments.gpu.convolution_plans import Boxes, ConvolutionShape
+from gradwire.moments.gpu.convolution_plans import ConvolutionShape
+from gradwire.moments.gpu.hopper_plans import TILE_ROWS, Boxes, TileShares
 from gradwire.moments.gpu.hopper_tiles import Map, following, multiply, place, segment, turns
-from gradwire.moments.gpu.join_tiles import TileCounts, join_parts
+from gradwire.moments.gpu.join_tiles import join_parts
 
-HALF_ROWS = ROWS // 2
-GROUP = 16  # columns of tiles in a band, see hopper_tiles.place
 # These change from layer to layer: without this, every layer would be compiled on its own.
 SIZES = ["outputs", "blocks_high", "blocks_wide", "channels", "taps_wide", "stride", "padding_height", "padding_width"]
 SIZES += ["dilation_height", "dilation_width", "pieces", "n_rows", "n_columns", "samples", "n_whole", "n_rest"]
@@ -41,8 +39,9 @@ def whole_and_rest(number, stride):
 
 
 @gluon.jit
-def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr, group: gl.constexpr):
-    """The loading warp: for every tile, sample and box of positions two halves of the gradient and the moved input."""
+def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr):
+    """The fetching warp: for every tile, sample and box of positions two halves of the gradient and the moved input,
+    once both warp groups have left the buffer."""
     gradient_map, x_map = maps
     upper, lower, right = buffers
     full, empty = barriers
@@ -55,7 +54,7 @@ def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr, gr
     stage, phase = 0, 1
     for index in range(whole + rest):
         tile, first, last, _slot = segment(index, whole, work)
-        row, column = place(tile, work, group)
+        row, column = place(tile, work)
         tap = column * columns // channels
         channel = column * columns - tap * channels
         down, down_rest = whole_and_rest(tap // taps_wide * dilation[0] - padding[0], stride)
@@ -89,7 +88,7 @@ def convolution_grad_moment_kernel(
     gradient_map, x_map, weight_gradient, moment, parts, outputs, inputs, blocks_high, blocks_wide, channels,
     taps_wide, stride, padding_height, padding_width, dilation_height, dilation_width, pieces, n_rows, n_columns,
     samples, n_whole, n_rest, n_parts, share,
-    stages: gl.constexpr, group: gl.constexpr,
+    stages: gl.constexpr,
 ):  # fmt: skip
     """Sets up the ring of buffers and sends the warps to their work."""
     step: gl.constexpr = gradient_map.block_shape[1] * gradient_map.block_shape[2]
@@ -111,12 +110,12 @@ def convolution_grad_moment_kernel(
     steps = blocks_high * blocks_wide * pieces
     gl.warp_specialize(
         [
-            (multiply, (results, sizes, upper, right, barriers, work, steps, 0, stages, group)),
-            (multiply, (results, sizes, lower, right, barriers, work, steps, 1, stages, group)),
-            (fetch_patches, ((gradient_map, x_map), (upper, lower, right), barriers, work, shape, stages, group)),
+            (multiply, (results, sizes, upper, right, barriers, work, steps, 0, stages)),
+            (multiply, (results, sizes, lower, right, barriers, work, steps, 1, stages)),
+            (fetch_patches, ((gradient_map, x_map), (upper, lower, right), barriers, work, shape, stages)),
         ],
         [4, 1],
-        [240, 24],  # as in linear_hopper.py
+        [240, 24],  # with 240 left for the first group: 128 * (240 + 240 + 24) registers, of the 65,536 there are
     )
 
 
@@ -146,33 +145,31 @@ class Ready:
     gradient_map: tuple[list[int], list[int]]
     x_map: tuple[list[int], list[int]]
     shape: tuple[Any, ...]
-    work: tuple[int, ...]
-    grid: tuple[int, int, int]
-    shared: int  # slots [2, 128, columns] for tiles whose samples several programs share
+    work: TileShares
 
     def run(self, gradient: Tensor, x: Tensor, weight_gradient: Tensor, moment: Tensor) -> None:
         """Half precision, channels side by side -> weight_gradient, moment as [O, taps, C] in memory."""
-        boxes = self.boxes
+        boxes, work, inputs = self.boxes, self.work, self.shape[1]
+        slots = work.rest * work.parts
         parts = moment
-        if self.shared:
-            parts = torch.empty(self.shared, 2, ROWS, boxes.columns, dtype=torch.float32, device=x.device)
-        kind = (x.device.index, x.dtype, weight_gradient.dtype, boxes.high, boxes.wide, boxes.columns, boxes.stages)
+        if slots:
+            parts = torch.empty(slots, 2, TILE_ROWS, boxes.columns, dtype=torch.float32, device=x.device)
+        about = (boxes.high, boxes.wide, boxes.columns, boxes.stages, inputs % 16 == 0, inputs == 1)
+        kind = (x.device.index, x.dtype, weight_gradient.dtype, about)
         maps: tuple[Any, ...] = (Map(gradient, *self.gradient_map), Map(x, *self.x_map))
         if not is_known("convolution_grad_moment", kind):
-            gradient_box = [1, boxes.high, boxes.wide, HALF_ROWS]
+            gradient_box = [1, boxes.high, boxes.wide, TILE_ROWS // 2]
             x_box = [1, boxes.high, 1, boxes.wide, boxes.columns]
             maps = (
                 TensorDescriptor(gradient, *self.gradient_map, gradient_box, RANK_4),
                 TensorDescriptor(x, *self.x_map, x_box, RANK_5),
             )
-        results = (weight_gradient, moment, parts)
-        arguments = (*maps, *results, *self.shape, *self.work, boxes.stages, GROUP)
-        launch_again("convolution_grad_moment", kind, convolution_grad_moment_kernel, self.grid, arguments, num_warps=4)
-        if self.shared:
-            n_rows, n_columns, _, whole, n_rest, n_parts, _ = self.work
-            at_once = max(1, min(1024, 8192 // triton.next_power_of_2(n_parts)) // boxes.columns)
-            tiles = TileCounts(n_rows, n_columns, whole, n_rest, n_parts)
-            join_parts(parts, (weight_gradient, moment), self.shape[:2], tiles, GROUP, at_once)
+        grid = (min(max(work.whole, slots), boxes.programs), 1, 1)
+        arguments = (*maps, weight_gradient, moment, parts, *self.shape, *work, boxes.stages)
+        launch_again("convolution_grad_moment", kind, convolution_grad_moment_kernel, grid, arguments, num_warps=4)
+        if slots:
+            at_once = max(1, min(1024, 8192 // triton.next_power_of_2(work.parts)) // boxes.columns)
+            join_parts(parts, (weight_gradient, moment), self.shape[:2], work, at_once)
 
 
 def prepare(geometry: ConvolutionShape, boxes: Boxes, pieces: int) -> Ready:
@@ -191,9 +188,9 @@ def prepare(geometry: ConvolutionShape, boxes: Boxes, pieces: int) -> Ready:
     gradient_shape = [copies * geometry.samples, geometry.out_height, wide, outputs]
     gradient_strides = [geometry.positions * outputs, wide * outputs, outputs, 1]
     inputs = geometry.taps * channels
-    n_rows, n_columns = -(-outputs // ROWS), inputs // boxes.columns
-    n_rest = n_rows * n_columns - boxes.whole
-    n_parts = -(-geometry.samples // boxes.share) if n_rest else 0
+    rows, columns = -(-outputs // TILE_ROWS), -(-inputs // boxes.columns)
+    rest = rows * columns - boxes.whole
+    parts = -(-geometry.samples // boxes.share) if rest else 0
     blocks = (-(-geometry.out_height // boxes.high), -(-wide // boxes.wide))
     layer = (channels, geometry.kernel[1], stride, *geometry.padding, *geometry.dilation, pieces)
     return Ready(
@@ -201,7 +198,5 @@ def prepare(geometry: ConvolutionShape, boxes: Boxes, pieces: int) -> Ready:
         gradient_map=(gradient_shape, gradient_strides),
         x_map=(x_shape, x_strides),
         shape=(outputs, inputs, *blocks, *layer),
-        work=(n_rows, n_columns, geometry.samples, boxes.whole, n_rest, n_parts, boxes.share),
-        grid=(min(max(boxes.whole, n_rest * n_parts), boxes.programs), 1, 1),
-        shared=n_rest * n_parts,
+        work=TileShares(rows, columns, geometry.samples, boxes.whole, rest, parts, boxes.share),
     )

@@ -22,12 +22,7 @@ def join(
     from_row, from_column,
     RAW_PARTS: tl.constexpr, CHANNELS_LAST: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all programs of grad_moment, in a fixed order, into the weight's own memory layout.
-
-    partial is [splits, 2, elements], sums and sums of squares, or (RAW_PARTS > 0) [splits, RAW_PARTS, elements]: c_b in
-    parts over positions, which are joined before they are squared. from_*: how far apart its outputs, rows of taps and
-    taps lie; shift: taps of a row that the weight does not have.
-    """
+    """The sums of all programs, in a fixed order, into the weight's own memory layout; see PartialResults."""
     element = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = element < elements
     output = element // (taps * channels)
@@ -60,42 +55,38 @@ def join(
 
 
 @dataclass(frozen=True)
-class PartialLayout:
-    """Where the join finds an element: distances in the partial results; shift: taps a row has before the first."""
+class PartialResults:
+    """What the programs leave to join: [splits, 2, elements], sums and sums of squares over ranges of samples.
 
+    Or (parts > 0) [samples, parts, elements]: c_b in parts over positions, which are joined before they are squared.
+    output, row, column: how far apart outputs, rows of taps and taps lie; shift: taps that a row has before the first.
+    """
+
+    splits: int
+    parts: int
+    elements: int
     output: int
     row: int
     column: int
     shift: int = 0
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What there is to join: ranges of samples (or samples in so many parts), and elements in each."""
-
-    splits: int
-    parts: int
-    elements: int
+def partial_results(shape: ConvolutionShape, splits: int, parts: int) -> PartialResults:
+    """As [output, tap, channel]."""
+    row = shape.kernel[1] * shape.channels
+    return PartialResults(splits, parts, shape.elements, shape.kernel[0] * row, row, shape.channels)
 
 
-def layout_of(geometry: ConvolutionShape) -> PartialLayout:
-    """Partial results as [output, tap, channel]."""
-    columns = geometry.kernel[1] * geometry.channels
-    return PartialLayout(geometry.kernel[0] * columns, columns, geometry.channels)
-
-
-def join_into(
-    partial: Tensor, results: tuple[Tensor, Tensor], kernel: tuple[int, int], layout: PartialLayout, shares: Shares
-) -> None:
+def join_into(partial: Tensor, results: tuple[Tensor, Tensor], about: PartialResults) -> None:
     """Adds up the partial results of all programs, in the weight's layout."""
     total, square = results
-    splits = shares.splits // max(1, shares.parts)
-    block_s = min(64, power_of_two(splits))
+    channels, taps_high, taps_wide = total.shape[1:]
+    block_s = min(64, power_of_two(about.splits))
     block_n = max(32, min(1024, JOIN_ELEMENTS // block_s))
-    channels_last = total.shape[1] == 1 or total.stride(1) == 1
+    channels_last = channels == 1 or total.stride(1) == 1
     arguments = (
-        partial, total, square, total.numel(), splits, kernel[0] * kernel[1], kernel[1], total.shape[1], layout.shift,
-        shares.elements, layout.output, layout.row, layout.column, shares.parts, channels_last, block_s, block_n,
+        partial, total, square, total.numel(), about.splits, taps_high * taps_wide, taps_wide, channels, about.shift,
+        about.elements, about.output, about.row, about.column, about.parts, channels_last, block_s, block_n,
     )  # fmt: skip
-    kind = (total.device.index, total.dtype, shares.parts, channels_last, block_s, block_n)
+    kind = (total.device.index, total.dtype, about.parts, channels_last, block_s, block_n)
     launch_again("convolution_join", kind, join, (-(-total.numel() // block_n), 1, 1), arguments, num_warps=4)

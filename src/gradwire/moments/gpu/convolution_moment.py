@@ -9,7 +9,7 @@ convolution_tiles.py for everything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
 from typing import Any, TypeAlias
 
 import torch
@@ -17,31 +17,32 @@ from torch import Tensor
 
 from gradwire.moments.gpu import convolution_tiles, depthwise
 from gradwire.moments.gpu.chip import HALVES, chip
-from gradwire.moments.gpu.convolution_join import Shares, join_into, layout_of
+from gradwire.moments.gpu.convolution_join import join_into, partial_results
 from gradwire.moments.gpu.convolution_operands import arranged
-from gradwire.moments.gpu.convolution_plans import ConvolutionShape, boxes_for
+from gradwire.moments.gpu.convolution_plans import ConvolutionShape, Way, plan_for
+from gradwire.moments.gpu.hopper_plans import convolution_boxes
 
-MOST_WAYS = 4096  # shapes remembered
-Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]
-_ways: dict[Hashable, Way] = {}
+Numbers: TypeAlias = tuple[int, int, int, int, int, int, int]  # stride, padding, dilation by height and width; groups
 
 
-def shape_of(gradient: Tensor, x: Tensor, weight_shape: torch.Size, geometry: dict[str, Any]) -> ConvolutionShape:
-    """The sizes of one call; geometry: aten.convolution's own numbers."""
-    stride, padding, dilation = ((geometry[name][0], geometry[name][1]) for name in ("stride", "padding", "dilation"))
+def shape_of(
+    gradient_shape: torch.Size, x_shape: torch.Size, weight_shape: torch.Size, numbers: Numbers
+) -> ConvolutionShape:
+    """The sizes of one call."""
+    groups = numbers[6]
     return ConvolutionShape(
-        samples=x.shape[0],
-        groups=geometry["groups"],
+        samples=x_shape[0],
+        groups=groups,
         channels=weight_shape[1],
-        outputs=weight_shape[0] // geometry["groups"],
-        height=x.shape[2],
-        width=x.shape[3],
-        out_height=gradient.shape[2],
-        out_width=gradient.shape[3],
+        outputs=weight_shape[0] // groups,
+        height=x_shape[2],
+        width=x_shape[3],
+        out_height=gradient_shape[2],
+        out_width=gradient_shape[3],
         kernel=(weight_shape[2], weight_shape[3]),
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
+        stride=numbers[:2],
+        padding=numbers[2:4],
+        dilation=numbers[4:6],
     )
 
 
@@ -72,8 +73,8 @@ def hopper_way(geometry: ConvolutionShape, device: torch.device, in_place: bool,
     from gradwire.moments.gpu import convolution_hopper
 
     flat = convolution_hopper.flattened(geometry)
-    ready = convolution_hopper.prepare(flat, boxes_for(flat, chip(device)[1], pieces), pieces)
-    layout, shares = layout_of(geometry), Shares(1, 0, geometry.elements)
+    ready = convolution_hopper.prepare(flat, convolution_boxes(flat, chip(device)[1], pieces), pieces)
+    left = partial_results(geometry, splits=1, parts=0)
 
     def run(gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:
         gradient, x = as_kernels_read(gradient, x, pieces == 3)
@@ -81,28 +82,38 @@ def hopper_way(geometry: ConvolutionShape, device: torch.device, in_place: bool,
             return ready.run(gradient, x, *results)
         both = torch.empty(2, geometry.elements, dtype=torch.float32, device=x.device)
         ready.run(gradient, x, both[0], both[1])
-        join_into(both, results, geometry.kernel, layout, shares)
+        join_into(both, results, left)
 
     return run
 
 
+@functools.lru_cache(maxsize=4096)
 def way_for(
-    geometry: ConvolutionShape, dtype: torch.dtype, device: torch.device, channels_last: bool, tf32: bool
+    gradient_shape: torch.Size,
+    x_shape: torch.Size,
+    weight_shape: torch.Size,
+    numbers: Numbers,
+    dtype: torch.dtype,
+    device: torch.device,
+    channels_last: bool,
 ) -> Way:
     """How one shape is run."""
+    geometry = shape_of(gradient_shape, x_shape, weight_shape, numbers)
     half = dtype in HALVES
     in_place = channels_last or geometry.taps == 1
+    rounded = not half and device.type == "cuda"  # float32 comes here only where tf32 is allowed (choice.py)
     if geometry.groups > 1:
-        return lambda gradient, x, results: depthwise.launch(*as_kernels_read(gradient, x, False), geometry, results)
+        by_channel = depthwise.prepare(geometry, dtype)
+        return lambda gradient, x, results: by_channel(*as_kernels_read(gradient, x, False), results)
     if geometry.channels < 4:
-        return lambda gradient, x, results: convolution_tiles.launch_few_channels(gradient, x, geometry, results, tf32)
-    if takes_hopper(geometry, device, half) and (half or tf32):
+        return convolution_tiles.prepare_few_channels(geometry, plan_for(geometry, not half), rounded)
+    if takes_hopper(geometry, device, half):
         return hopper_way(geometry, device, in_place, 1 if half else 3)
     # float32 as two bfloat16 also where Hopper's own kernel is not taken: 16-byte loads for its matrix units
-    split = not half and tf32 and chip(device)[0] == 9 and geometry.channels % 64 == 0
-    return lambda gradient, x, results: convolution_tiles.launch(
-        *as_kernels_read(gradient, x, split), geometry, results, in_place, 3 if split else 1, tf32
-    )
+    split = not half and chip(device)[0] == 9 and geometry.channels % 64 == 0
+    plan = plan_for(geometry, wide=not half and not split)
+    tiles = convolution_tiles.prepare(geometry, plan, in_place, 3 if split else 1, rounded and not split)
+    return lambda gradient, x, results: tiles.run(*as_kernels_read(gradient, x, split), results)
 
 
 def launch(
@@ -125,14 +136,7 @@ def launch(
     results = (total, place)
     if gradient.numel() == 0 or x.numel() == 0:
         return results[0].zero_(), results[1].zero_()
-    tf32 = bool(torch.backends.cudnn.allow_tf32)  # what torch itself may do with a float32 convolution
-    numbers = (*weight_shape, *geometry["stride"], *geometry["padding"], *geometry["dilation"], geometry["groups"])
-    key = (x.shape, gradient.shape, x.dtype, x.device, numbers, channels_last, tf32)
-    way = _ways.get(key)
-    if way is None:
-        shape = shape_of(gradient, x, weight_shape, geometry)
-        if len(_ways) >= MOST_WAYS:
-            _ways.clear()
-        way = _ways[key] = way_for(shape, x.dtype, x.device, channels_last, tf32)
+    numbers = (*geometry["stride"], *geometry["padding"], *geometry["dilation"], geometry["groups"])
+    way = way_for(gradient.shape, x.shape, weight_shape, numbers, x.dtype, x.device, channels_last)
     way(gradient, x, results)
     return results

@@ -5,13 +5,13 @@ The rules are fitted to a sweep of every convolution of ResNet-50 and of the CIF
 
 from __future__ import annotations
 
-import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from gradwire.moments.gpu.tile_shares import shares
+from torch import Tensor
 
-TILE_ROWS = 128  # outputs in a tile of Hopper's kernel
 SLOTS = 4 * 132  # programs of four warps that an H200 runs at once
 
 
@@ -54,6 +54,9 @@ class ConvolutionShape:
         return self.taps == 1 and self.stride == (1, 1) and self.padding == (0, 0)
 
 
+Way: TypeAlias = Callable[[Tensor, Tensor, tuple[Tensor, Tensor]], None]  # gradient, x -> both results
+
+
 @dataclass(frozen=True)
 class TilePlan:
     """How the kernel that runs everywhere cuts a shape: tile, loop and shares of the work.
@@ -65,7 +68,6 @@ class TilePlan:
     block_o: int
     block_i: int
     block_k: int
-    warps: int
     stages: int
     splits: int = 1
     parts: int = 0
@@ -92,10 +94,9 @@ def stem_plan(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     tiles = math.ceil(geometry.outputs / 64) * math.ceil(columns / block_i)
     parts = max(1, min(8, geometry.positions // 512, 132 // max(1, tiles * geometry.samples)))
     flat = 8 if geometry.paired else 4
-    return TilePlan(64, 64 if wide else block_i, 32 if wide else 64, 4, 3 if wide else 4, parts=parts, flat=flat)
+    return TilePlan(64, 64 if wide else block_i, 32 if wide else 64, 3 if wide else 4, parts=parts, flat=flat)
 
 
-@functools.lru_cache(maxsize=1024)
 def plan_for(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     """The plan of the kernel that runs everywhere; wide: float32, whose tiles are smaller."""
     if geometry.channels < 4:
@@ -103,60 +104,12 @@ def plan_for(geometry: ConvolutionShape, wide: bool) -> TilePlan:
     block_o = 32 if wide else max(16, min(64, power_of_two(geometry.outputs)))
     block_i = max(16, min(128 if wide else 64, power_of_two(geometry.channels)))
     block_k = 16 if geometry.positions <= 16 else 32 if wide or geometry.positions <= 32 else 64
+    stages = 3 if wide else 5 if block_k == 16 else 4
     steps = math.ceil(geometry.positions / block_k)
-    plan = TilePlan(
-        block_o,
-        block_i,
-        block_k,
-        4,
-        3 if wide else 5 if block_k == 16 else 4,
-        steps=steps if steps * block_k <= 64 else 0,
-    )
-    if not wide and geometry.channels == 64 and geometry.taps > 1:
-        plan = TilePlan(block_o, block_i, block_k, 4, plan.stages, steps=plan.steps, flat=64)
+    flat = 64 if not wide and geometry.channels == 64 and geometry.taps > 1 else 0
+    plan = TilePlan(block_o, block_i, block_k, stages, flat=flat, steps=steps if steps * block_k <= 64 else 0)
     tiles = math.prod(plan.tiles(geometry))
     splits = max(1, min(geometry.samples, SLOTS // (2 if wide else 1) // max(1, tiles)))
     if splits >= 48 and geometry.positions > 64:
-        return TilePlan(block_o, block_i, block_k, 4, plan.stages, parts=1, flat=plan.flat)
-    return TilePlan(block_o, block_i, block_k, 4, plan.stages, splits=splits, steps=plan.steps, flat=plan.flat)
-
-
-@dataclass(frozen=True)
-class Boxes:
-    """How Hopper's kernel cuts a shape: boxes of high x wide positions, tiles of 128 outputs x `columns` channels.
-
-    programs, whole, share: as in tuning.TilePlan.
-    """
-
-    high: int
-    wide: int
-    columns: int
-    stages: int
-    programs: int
-    whole: int
-    share: int
-
-
-def box_of(geometry: ConvolutionShape) -> tuple[int, int]:
-    """(high, wide): the box that multiplies the fewest zeros; a step costs as much as 24 positions besides."""
-    sizes = [(high, step // high) for step in (16, 32, 64) for high in (8, 4, 2, 1)]
-
-    def cost(box: tuple[int, int]) -> int:
-        return -(-geometry.out_height // box[0]) * -(-geometry.out_width // box[1]) * (box[0] * box[1] + 24)
-
-    return min(sizes, key=cost)
-
-
-@functools.lru_cache(maxsize=1024)
-def boxes_for(geometry: ConvolutionShape, programs: int, pieces: int = 1) -> Boxes:
-    """Box, tile and shares of one shape."""
-    high, wide = box_of(geometry)
-    rows, inputs = -(-geometry.outputs // TILE_ROWS), geometry.taps * geometry.channels
-    # few tiles are made twice as many; H200: 33 against 37 us for 512 -> 128 pointwise at 28 x 28
-    narrow = rows * inputs // 128 < 24 or 100 <= rows * inputs // 64 <= programs
-    columns = 64 if narrow or geometry.channels % 128 else 128
-    stages = min(16, 196608 // (high * wide * (TILE_ROWS + columns) * 2))
-    positions = geometry.positions * pieces * columns / 128
-    tiles = rows * (inputs // columns)
-    whole, share = shares(tiles, geometry.samples, positions, programs, launch_us=4.0, most_parts=geometry.samples)
-    return Boxes(high, wide, columns, stages, programs, whole, share)
+        return replace(plan, parts=1, steps=0)
+    return replace(plan, splits=splits)

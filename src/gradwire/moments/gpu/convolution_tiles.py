@@ -7,7 +7,6 @@ moment's, and goes on to the next sample. Patches are never written: their addre
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.compile.launching import launch_again
-from gradwire.moments.gpu.convolution_join import PartialLayout, Shares, join_into, layout_of
-from gradwire.moments.gpu.convolution_plans import ConvolutionShape, TilePlan, plan_for
+from gradwire.moments.gpu.convolution_join import PartialResults, join_into, partial_results
+from gradwire.moments.gpu.convolution_plans import ConvolutionShape, TilePlan, Way
 
 # These change from layer to layer: without this, every layer would be compiled on its own.
 SIZES = ["samples", "positions", "height", "width", "out_width", "out_width_magic", "taps", "taps_wide"]
@@ -66,7 +65,7 @@ def _operands(left, right, first, stop, place, geometry, POINTWISE: tl.constexpr
 @triton.jit
 def _contribution(left, right, low, first, stop, place, geometry, POINTWISE: tl.constexpr, FLAT: tl.constexpr,
                   STEPS: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
-                  PRECISION: tl.constexpr, ROUND: tl.constexpr, PIECES: tl.constexpr):  # fmt: skip
+                  ROUND: tl.constexpr, PIECES: tl.constexpr):  # fmt: skip
     """A tile of c_b, of one sample's positions first to stop; STEPS > 0: they are that many blocks, unrolled.
 
     With three PIECES an operand is high + low, `low` elements apart: high*high + high*low + low*high.
@@ -79,12 +78,12 @@ def _contribution(left, right, low, first, stop, place, geometry, POINTWISE: tl.
             for step in tl.static_range(STEPS):
                 deltas, patches = _operands(deltas_from, patches_from, step * BLOCK_K, stop, place, geometry,
                                             POINTWISE, FLAT, BLOCK_K, ROUND)  # fmt: skip
-                tile = tl.dot(deltas, patches, tile, input_precision=PRECISION)
+                tile = tl.dot(deltas, patches, tile, input_precision="tf32")
         else:
             for start in tl.range(first, stop, BLOCK_K):
                 deltas, patches = _operands(deltas_from, patches_from, start, stop, place, geometry,
                                             POINTWISE, FLAT, BLOCK_K, ROUND)  # fmt: skip
-                tile = tl.dot(deltas, patches, tile, input_precision=PRECISION)
+                tile = tl.dot(deltas, patches, tile, input_precision="tf32")
     return tile
 
 
@@ -113,8 +112,7 @@ def grad_moment(
     splits, parts, part_positions, output_tiles, column_tiles, out_split,
     gradient_sample, gradient_position, x_sample, x_row, x_column, gradient_low, x_low,
     POINTWISE: tl.constexpr, FLAT: tl.constexpr, RAW: tl.constexpr, STEPS: tl.constexpr,
-    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, ROUND: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr, ROUND: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """One tile [BLOCK_O, BLOCK_I] of the sums over one range of samples, or (RAW) of c_b over one part of positions.
 
@@ -146,14 +144,14 @@ def grad_moment(
         stop = tl.minimum(first + part_positions, positions)
         left, right = gradient + sample * gradient_sample, x + sample * x_sample
         total = _contribution(left, right, low, first, stop, place, geometry, POINTWISE, FLAT, 0,
-                              BLOCK_O, BLOCK_I, BLOCK_K, PRECISION, ROUND, PIECES)  # fmt: skip
+                              BLOCK_O, BLOCK_I, BLOCK_K, ROUND, PIECES)  # fmt: skip
     else:
         first_sample = (split * samples) // splits
         left = gradient + first_sample.to(tl.int64) * gradient_sample
         right = x + first_sample.to(tl.int64) * x_sample
         for _ in tl.range(first_sample, ((split + 1) * samples) // splits):
             tile = _contribution(left, right, low, 0, positions, place, geometry, POINTWISE, FLAT, STEPS,
-                                 BLOCK_O, BLOCK_I, BLOCK_K, PRECISION, ROUND, PIECES)  # fmt: skip
+                                 BLOCK_O, BLOCK_I, BLOCK_K, ROUND, PIECES)  # fmt: skip
             total += tile
             square += tile * tile
             left += gradient_sample
@@ -164,26 +162,6 @@ def grad_moment(
     tl.store(total_out + base + spot, total.to(total_out.dtype.element_ty), mask=keep)
     if not RAW:
         tl.store(square_out + base + spot, square, mask=keep)
-
-
-def widen(x: Tensor, shape: ConvolutionShape) -> tuple[Tensor, ConvolutionShape, PartialLayout]:
-    """An input of fewer than four channels with four, pairs of pixels taken as one where the stride allows it."""
-    x = F.pad(x, (0, 0, 0, 0, 0, 4 - shape.channels)).contiguous(memory_format=torch.channels_last)
-    rows, columns = shape.kernel
-    if not shape.paired:
-        wide = replace(shape, channels=4)
-        return x, wide, layout_of(wide)
-    shift = shape.padding[1] % 2
-    pairs = (columns + shift + 1) // 2
-    wide = replace(
-        shape,
-        channels=8,
-        width=shape.width // 2,
-        kernel=(rows, pairs),
-        stride=(shape.stride[0], 1),
-        padding=(shape.padding[0], (shape.padding[1] + shift) // 2),
-    )
-    return x, wide, PartialLayout(rows * pairs * 8, pairs * 8, 4, shift)
 
 
 def sizes_of(shape: ConvolutionShape, plan: TilePlan, splits: int, pieces: int) -> tuple[int, ...]:
@@ -216,70 +194,72 @@ class TileLaunch:
 
     grid: tuple[int, int, int]
     arguments: tuple[Any, ...]
+    stages: int
     kind: Hashable
-    shares: Shares
+    left: PartialResults
     direct: bool  # results go where they belong, there is nothing to join
 
+    def run(self, gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:
+        """Dense tensors, channels last, one group -> results."""
+        if self.direct:
+            return self._launch(gradient, x, *results)
+        left = self.left
+        partial = torch.empty(left.splits * (left.parts or 2) * left.elements, dtype=torch.float32, device=x.device)
+        self._launch(gradient, x, partial, partial if left.parts else partial[left.elements :])
+        join_into(partial, results, left)
 
-@functools.lru_cache(maxsize=1024)
-def prepare(
-    shape: ConvolutionShape, plan: TilePlan, in_place: bool, pieces: int, precision: str, rounded: bool
-) -> TileLaunch:
+    def _launch(self, gradient: Tensor, x: Tensor, total: Tensor, square: Tensor) -> None:
+        aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (gradient, x, total, square))
+        kind = (x.device.index, x.dtype, total.dtype, aligned, self.kind)
+        arguments = (gradient, x, total, square, *self.arguments)
+        options = {"num_warps": 4, "num_stages": self.stages}
+        launch_again("convolution_tiles", kind, grad_moment, self.grid, arguments, **options)
+
+
+def prepare(shape: ConvolutionShape, plan: TilePlan, in_place: bool, pieces: int, rounded: bool) -> TileLaunch:
     """The launch of one shape by one plan; in_place: the partial results lie as the weight does."""
     splits = shape.samples * plan.parts if plan.parts else plan.splits
     integers = sizes_of(shape, plan, splits, pieces)
     constants = (
         *(shape.pointwise, plan.flat, plan.parts > 0, plan.steps, plan.block_o, plan.block_i, plan.block_k),
-        *(precision, rounded, pieces),
+        *(rounded, pieces),
     )
     looked_at = (shape.outputs, shape.channels, *integers[-8:])
-    kind = (constants, plan.warps, plan.stages, tuple(map(looks, looked_at)))
     output_tiles, column_tiles = plan.tiles(shape)
-    direct = in_place and splits == 1 and not plan.parts
-    shares = Shares(splits, plan.parts, shape.elements)
-    return TileLaunch((splits * output_tiles * column_tiles, 1, 1), (*integers, *constants), kind, shares, direct)
+    return TileLaunch(
+        grid=(splits * output_tiles * column_tiles, 1, 1),
+        arguments=(*integers, *constants),
+        stages=plan.stages,
+        kind=(constants, plan.stages, tuple(map(looks, looked_at))),
+        left=partial_results(shape, shape.samples if plan.parts else splits, plan.parts),
+        direct=in_place and splits == 1 and not plan.parts,
+    )
 
 
-def run(call: TileLaunch, plan: TilePlan, gradient: Tensor, x: Tensor, total: Tensor, square: Tensor) -> None:
-    """Launches grad_moment."""
-    aligned = tuple(tensor.data_ptr() % 16 == 0 for tensor in (gradient, x, total, square))
-    kind = (x.device.index, x.dtype, total.dtype, aligned, call.kind)
-    arguments = (gradient, x, total, square, *call.arguments)
-    options = {"num_warps": plan.warps, "num_stages": plan.stages}
-    launch_again("convolution_tiles", kind, grad_moment, call.grid, arguments, **options)
+def widened(shape: ConvolutionShape) -> tuple[ConvolutionShape, int]:
+    """(shape with four channels, or pairs of pixels as one where the stride allows it; taps before a row's first)."""
+    if not shape.paired:
+        return replace(shape, channels=4), 0
+    shift = shape.padding[1] % 2
+    wide = replace(
+        shape,
+        channels=8,
+        width=shape.width // 2,
+        kernel=(shape.kernel[0], (shape.kernel[1] + shift + 1) // 2),
+        stride=(shape.stride[0], 1),
+        padding=(shape.padding[0], (shape.padding[1] + shift) // 2),
+    )
+    return wide, shift
 
 
-def launch(
-    gradient: Tensor,
-    x: Tensor,
-    shape: ConvolutionShape,
-    results: tuple[Tensor, Tensor],
-    in_place: bool,
-    pieces: int,
-    tf32: bool,
-    plan: TilePlan | None = None,
-    layout: PartialLayout | None = None,
-    kernel: tuple[int, int] | None = None,
-) -> None:
-    """Dense tensors, channels last, one group -> results; kernel, layout: if the shape is not the weight's."""
-    wide = x.dtype == torch.float32
-    plan = plan or plan_for(shape, wide)
-    rounded = wide and tf32 and x.is_cuda
-    call = prepare(shape, plan, in_place, pieces, "tf32" if tf32 else "ieee", rounded)
-    if call.direct:
-        return run(call, plan, gradient, x, *results)
-    elements = call.shares.elements
-    planes = call.shares.splits * (1 if plan.parts else 2)
-    partial = torch.empty(planes * elements, dtype=torch.float32, device=x.device)
-    run(call, plan, gradient, x, partial, partial if plan.parts else partial[elements:])
-    join_into(partial, results, kernel or shape.kernel, layout or layout_of(shape), call.shares)
-
-
-def launch_few_channels(
-    gradient: Tensor, x: Tensor, shape: ConvolutionShape, results: tuple[Tensor, Tensor], tf32: bool
-) -> None:
+def prepare_few_channels(shape: ConvolutionShape, plan: TilePlan, rounded: bool) -> Way:
     """A network's first layer: its input is padded to four channels."""
-    plan = plan_for(shape, x.dtype == torch.float32)
-    x, wide, layout = widen(x, shape)
-    gradient = gradient.contiguous(memory_format=torch.channels_last)
-    launch(gradient, x, wide, results, False, 1, tf32, plan, layout, shape.kernel)
+    wide, shift = widened(shape)
+    ready = prepare(wide, plan, False, 1, rounded)
+    ready = replace(ready, left=replace(ready.left, column=4, shift=shift))
+
+    def run(gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:
+        x = F.pad(x, (0, 0, 0, 0, 0, 4 - shape.channels)).contiguous(memory_format=torch.channels_last)
+        ready.run(gradient.contiguous(memory_format=torch.channels_last), x, results)
+
+    return run

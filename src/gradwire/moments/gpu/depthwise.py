@@ -6,7 +6,6 @@ matrix units to do. The parts, c_b [B, parts, C, KH, KW], are small and joined b
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -15,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.compile.launching import launch_again
-from gradwire.moments.gpu.convolution_join import PartialLayout, Shares, join_into
-from gradwire.moments.gpu.convolution_plans import ConvolutionShape
+from gradwire.moments.gpu.convolution_join import join_into, partial_results
+from gradwire.moments.gpu.convolution_plans import ConvolutionShape, Way
 from gradwire.moments.gpu.convolution_tiles import magic_of
 
 SHAPES = ["height", "width", "positions", "out_width", "out_width_magic", "stride_height", "stride_width"]
@@ -63,7 +62,6 @@ def depthwise(
         tl.store(out + tap, tl.sum(sums[tap], 0), mask=channel_inside)
 
 
-@functools.lru_cache(maxsize=1024)
 def cut_of(geometry: ConvolutionShape) -> tuple[int, int, int]:
     """(channels a program, warps, parts of a sample's positions): the fastest of a sweep on an H200, by kind of layer.
 
@@ -79,23 +77,26 @@ def cut_of(geometry: ConvolutionShape) -> tuple[int, int, int]:
     return block_c, warps, min(rounds, key=lambda parts: rounds[parts] / parts + 0.1 * parts)
 
 
-def launch(gradient: Tensor, x: Tensor, geometry: ConvolutionShape, results: tuple[Tensor, Tensor]) -> None:
+def prepare(geometry: ConvolutionShape, dtype: torch.dtype) -> Way:
     """Channels side by side -> dW, moment [C, 1, KH, KW]."""
     channels = geometry.groups
     block_c, warps, parts = cut_of(geometry)
-    block_p = 32 * warps * (16 // x.element_size()) // block_c
+    block_p = 32 * warps * (16 // dtype.itemsize) // block_c
     part_positions = math.ceil(math.ceil(geometry.positions / block_p) / parts) * block_p
-    elements = channels * geometry.taps
-    partial = torch.empty(geometry.samples * parts * elements, dtype=torch.float32, device=x.device)
     constants = (geometry.taps, geometry.kernel[1], block_p, block_c)
-    arguments = (
-        gradient, x, partial, channels, geometry.height, geometry.width, geometry.positions, geometry.out_width,
+    numbers = (
+        channels, geometry.height, geometry.width, geometry.positions, geometry.out_width,
         magic_of(geometry.out_width), *geometry.stride, *geometry.padding, *geometry.dilation, parts, part_positions,
         *constants,
     )  # fmt: skip
-    aligned = gradient.data_ptr() % 16 == 0, x.data_ptr() % 16 == 0
-    kind = (x.device.index, x.dtype, warps, constants, channels % 16 == 0, channels == 1, aligned)
     grid = (geometry.samples * parts, math.ceil(channels / block_c), 1)
-    launch_again("depthwise", kind, depthwise, grid, arguments, num_warps=warps)
-    layout = PartialLayout(geometry.taps, geometry.kernel[1], 1)
-    join_into(partial, results, geometry.kernel, layout, Shares(geometry.samples * parts, parts, elements))
+    left = partial_results(geometry, geometry.samples, parts)
+
+    def run(gradient: Tensor, x: Tensor, results: tuple[Tensor, Tensor]) -> None:
+        partial = torch.empty(geometry.samples * parts * left.elements, dtype=torch.float32, device=x.device)
+        aligned = gradient.data_ptr() % 16 == 0, x.data_ptr() % 16 == 0
+        kind = (x.device.index, dtype, warps, constants, channels % 16 == 0, channels == 1, aligned)
+        launch_again("depthwise", kind, depthwise, grid, (gradient, x, partial, *numbers), num_warps=warps)
+        join_into(partial, results, left)
+
+    return run

@@ -1,4 +1,4 @@
-"""Step 1, moments: how programs on Hopper go through tiles of a weight and multiply, for a Linear and a convolution.
+"""Step 1, moments: how programs on Hopper go through tiles of a weight and multiply.
 
 One program a multiprocessor. Two warp groups of four multiply, each 64 of a tile's 128 rows, so that one squares and
 adds while the other keeps the matrix units busy. The three 64 x 128 float32 sums of a warp group (this sample, all
@@ -19,6 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+
+from gradwire.moments.gpu.hopper_plans import BAND
+
+GROUP = gl.constexpr(BAND)
 
 
 @gluon.jit
@@ -49,13 +53,13 @@ def segment(index, whole, work):
 
 
 @gluon.jit
-def place(tile, work, group: gl.constexpr):
-    """Row and column of a tile: bands of `group` columns, so that programs running together share what is in L2."""
+def place(tile, work):
+    """Row and column of a tile: bands of GROUP columns, so that programs running together share what is in L2."""
     n_rows, n_columns = work[0], work[1]
-    band = tile // (n_rows * group)
-    width = gl.minimum(n_columns - band * group, group)
-    inside = tile - band * n_rows * group
-    return inside // width, band * group + inside % width
+    band = tile // (n_rows * GROUP)
+    width = gl.minimum(n_columns - band * GROUP, GROUP)
+    inside = tile - band * n_rows * GROUP
+    return inside // width, band * GROUP + inside % width
 
 
 @gluon.jit
@@ -114,9 +118,7 @@ def write_tile(weight_gradient, moment, outputs, inputs, row, column, half: gl.c
 
 
 @gluon.jit
-def multiply(
-    results, sizes, left, right, barriers, work, steps, half: gl.constexpr, stages: gl.constexpr, group: gl.constexpr
-):
+def multiply(results, sizes, left, right, barriers, work, steps, half: gl.constexpr, stages: gl.constexpr):
     """A multiplying warp group: for each of its tiles the sum over samples and the sum of squares."""
     rows: gl.constexpr = left.shape[2]
     columns: gl.constexpr = right.shape[2]
@@ -137,7 +139,7 @@ def multiply(
         if index >= whole:
             write_part(results[2], slot, half, total, squares)
         else:
-            row, column = place(tile, work, group)
+            row, column = place(tile, work)
             write_tile(results[0], results[1], sizes[0], sizes[1], row, column, half, total, squares)
 
 

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gradwire.compile.launching import launch_again
+from gradwire.moments.gpu.hopper_plans import BAND, TILE_ROWS, TileShares
 
 SIZES = ["outputs", "n_rows", "n_columns", "n_whole", "n_parts"]
-TILE_ROWS = 128
-
-
-class TileCounts(NamedTuple):
-    """Tiles of a weight: in a column and a row; whole, and of the rest each in so many parts."""
-
-    rows: int
-    columns: int
-    whole: int
-    rest: int
-    parts: int
+GROUP = tl.constexpr(BAND)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def join_parts_kernel(
     parts, weight_gradient, moment, outputs, inputs, n_rows, n_columns, n_whole, n_parts,
-    group: tl.constexpr, most: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
+    most: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, rows of it, gradient or moment): the sum over the parts of this tile."""
     other, which = tl.program_id(0), tl.program_id(2)
@@ -37,11 +26,11 @@ def join_parts_kernel(
     places = parts + (2 * slot + which).to(tl.int64)[:, None] * (rows * columns) + cell[None, :]
     total = tl.sum(tl.load(places, mask=(part < n_parts)[:, None], other=0.0), axis=0)
     tile = n_whole + other
-    band = tile // (n_rows * group)
-    width = tl.minimum(n_columns - band * group, group)
-    inside = tile - band * n_rows * group
+    band = tile // (n_rows * GROUP)
+    width = tl.minimum(n_columns - band * GROUP, GROUP)
+    inside = tile - band * n_rows * GROUP
     row = (inside // width) * rows + cell // columns
-    column = (band * group + inside % width) * columns + cell % columns
+    column = (band * GROUP + inside % width) * columns + cell % columns
     kept = (row < outputs) & (column < inputs)
     target = row.to(tl.int64) * inputs + column
     if which == 0:
@@ -51,17 +40,17 @@ def join_parts_kernel(
 
 
 def join_parts(
-    parts: Tensor, results: tuple[Tensor, Tensor], shape: tuple[int, int], tiles: TileCounts, group: int, at_once: int
+    parts: Tensor, results: tuple[Tensor, Tensor], shape: tuple[int, int], work: TileShares, at_once: int
 ) -> None:
     """parts [part of the samples, tile, 2, 128, columns] -> the tiles of both results that several programs shared.
 
-    shape: of the weight as a matrix; group: columns of tiles in a band; at_once: rows of a tile that a program joins.
+    shape: of the weight as a matrix; at_once: rows of a tile that a program joins.
     """
-    columns, most = parts.shape[-1], triton.next_power_of_2(tiles.parts)
+    columns, most = parts.shape[-1], triton.next_power_of_2(work.parts)
     arguments = (
-        *(parts, *results, *shape, tiles.rows, tiles.columns, tiles.whole, tiles.parts),
-        *(group, most, TILE_ROWS, columns, at_once),
+        *(parts, *results, *shape, work.rows, work.columns, work.whole, work.parts),
+        *(most, TILE_ROWS, columns, at_once),
     )
-    about = (group, most, columns, at_once, shape[1] % 16 == 0, shape[1] == 1)
+    about = (most, columns, at_once, shape[1] % 16 == 0, shape[1] == 1)
     kind = (parts.device.index, results[0].dtype, *about)
-    launch_again("join_parts", kind, join_parts_kernel, (tiles.rest, TILE_ROWS // at_once, 2), arguments, num_warps=4)
+    launch_again("join_parts", kind, join_parts_kernel, (work.rest, TILE_ROWS // at_once, 2), arguments, num_warps=4)

@@ -1,4 +1,4 @@
-"""Step 1, moments: the sums of moments/sums.py on a GPU: gradient and input are read once, in their own dtype.
+"""Step 1, moments: the sums of normalizations on a GPU: gradient and input are read once, in their own dtype.
 
 A program sums a part of one sample's rows or positions in registers; the parts, [B, parts, k, D], are added by torch in
 an order that is always the same. The bound is memory: 8 bytes an element in float32, 4 in half precision.
