@@ -24,7 +24,7 @@ from gradwire.exchange.courier import agree, courier_of
 from gradwire.exchange.pipeline import Backward, Job, Pipeline, recorded_event
 from gradwire.exchange.room import Capacity, RoomPlan
 from gradwire.exchange.step import Part
-from gradwire.exchange.sums import SmallBuckets, summed
+from gradwire.exchange.sums import summed
 from gradwire.layout import Layout
 from gradwire.methods.base import Compressor, Context, Sum, checked
 from gradwire.methods.dense import Dense
@@ -72,8 +72,6 @@ class Reducer:
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
         self._advised: Compressor | None = None
-        self._small: SmallBuckets | None = None
-        self._compressed: set[str] = set()  # tensors that may hold something back
         self._pipeline: Pipeline | None = None
         self._step = Backward(0, RoomPlan(dense=True), done=True)
         self._last_scale: Tensor | None = None
@@ -86,7 +84,7 @@ class Reducer:
         """The one that was asked for last."""
         return self._next or self._compressor
 
-    def use(self, compressor: Compressor, small: SmallBuckets | None = None) -> None:
+    def use(self, compressor: Compressor) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
         agree(self.group, self._facts(checked(compressor)), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
@@ -97,7 +95,7 @@ class Reducer:
             recorder = self._record()
         if working.kind != "sum" and pipeline is None:
             pipeline = Pipeline(courier_of(self.group), self.meter, self.capacity, self._end_step)
-        self.recorder, self._pipeline, self._small = recorder, pipeline, small  # nothing can fail from here on
+        self.recorder, self._pipeline = recorder, pipeline  # nothing can fail from here on
         if waits:
             self._next = compressor
         else:
@@ -119,7 +117,6 @@ class Reducer:
             self._stop_recording()
         if not compressor.holds_back:
             self.store.prune()
-            self._compressed.clear()
         if not compressor.needs_room:
             self.capacity.passed.clear()
         self.unused.watch(self.parameters if compressor.holds_back and self.recorder is None else {})
@@ -169,7 +166,7 @@ class Reducer:
         self.store.set({n: fields for n, fields in older.store.items() if n in same}, dict(older.store.powers))
         self.capacity.passed = {n: count for n, count in older.capacity.passed.items() if n in same}
         self.capacity.since_dense = older.capacity.since_dense
-        self.steps, self._compressed = older.steps, older._compressed & same
+        self.steps = older.steps
         self._install(older._compressor)
         self.budget.restore(older.budget.step_ns)
 
@@ -210,11 +207,6 @@ class Reducer:
             self._count_sum(layout)
             return future
         assert self._pipeline is not None
-        if self._small is not None and self._is_small(layout, self._small):
-            self._consume(layout, buffer)
-            future = self._sum(buffer, layout, self._small.method)
-            return self._pipeline.beside(self._step, len(layout.slots), future)
-        self._compressed.update(layout.names)
         job = Job(
             bucket=self.store.buckets.get(layout) or self.store.bucket(layout, self._compressor, buffer.device),
             buffer=buffer,
@@ -324,10 +316,6 @@ class Reducer:
         else:
             return None
         return None if all(active) else torch.tensor(active, device=buffer.device)
-
-    def _is_small(self, layout: Layout, small: SmallBuckets) -> bool:
-        """Not if something of it is held back: a sum would leave that where it is."""
-        return layout.numel <= small.numel and self._compressed.isdisjoint(layout.names)
 
     def _count_sum(self, layout: Layout) -> None:
         """A step of sums alone is over when its last bucket is on its way."""

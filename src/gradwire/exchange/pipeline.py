@@ -9,7 +9,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,13 +67,7 @@ class Backward(Step):
     tensors_left: int = 0  # of the model: DDP's own word for the last bucket is wrong in a static graph's first step
     budget: Budget | None = None  # where the ranks gather how long their steps take
     jobs: list[Job] = field(default_factory=list)
-    beside: list[Future[bool]] = field(default_factory=list)  # of tensors that are summed without the courier
     done: bool = False
-
-    @property
-    def futures(self) -> list[Future[Any]]:
-        """Somebody waits for each."""
-        return [*(job.future for job in self.jobs), *self.beside]
 
 
 class Pipeline:
@@ -94,18 +87,6 @@ class Pipeline:
             self._do(step, job, lambda: self._send(method, step, job))
 
         self._courier.submit(send)
-
-    def beside(self, step: Backward, n_tensors: int, summed: Future[Tensor]) -> Future[Tensor]:
-        """Tensors of a step that are summed without the courier: resolved with the step all the same."""
-        done: Future[bool] = Future()
-        step.beside.append(done)
-        self._courier.submit(lambda: self._guarded(step, lambda: self._arrived(step, n_tensors)))
-
-        def resolve(done: Future[bool]) -> Tensor:
-            finite = done.wait()  # raises what the step did
-            return summed.wait() if finite else summed.wait().fill_(float("nan"))
-
-        return done.then(resolve)
 
     def _send(self, method: Compressor, step: Backward, job: Job) -> None:
         """Encodes and begins to send; what follows is work behind the buckets that are ready by now."""
@@ -160,10 +141,7 @@ class Pipeline:
             flights = self._begin(job, ask)
         self._meter.bucket(part.context.layout, (job.n_sent, job.n_received, job.buffer.nbytes), part.counts, job.laps)
         step.arrived(part)
-        self._arrived(step, len(part.context.layout.slots))
-
-    def _arrived(self, step: Backward, n_tensors: int) -> None:
-        step.tensors_left -= n_tensors
+        step.tensors_left -= len(part.context.layout)
         if step.tensors_left == 0:
             self._finish(step)
 
@@ -187,24 +165,16 @@ class Pipeline:
         self._end_step(finite)
         for job in step.jobs:
             job.future.set_result(job.buffer)
-        for future in step.beside:
-            future.set_result(finite)
         step.jobs.clear()
 
     # ---- what goes wrong
 
     def _do(self, step: Backward, job: Job, piece: Callable[[], None]) -> None:
-        def on_stream() -> None:
-            with self._on_stream(job):
-                piece()
-
-        self._guarded(step, on_stream)
-
-    def _guarded(self, step: Backward, piece: Callable[[], None]) -> None:
         try:
             if self._error is not None:
                 raise RuntimeError(f"an earlier exchange failed: {_in_words(self._error)}") from self._error
-            piece()
+            with self._on_stream(job):
+                piece()
         except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
             self._fail(step, error)
 
@@ -220,8 +190,8 @@ class Pipeline:
                     step.take_back()
                 except BaseException as second:
                     error = self._error = GradwireError(f"{_in_words(error)}. {_in_words(second)}")
-        for future in step.futures:
-            _hand(future, error)
+        for job in step.jobs:
+            _hand(job.future, error)
 
     def abandon(self, step: Backward) -> None:
         """Takes back a step that nobody will finish, after what of it is on its way."""
@@ -254,7 +224,7 @@ def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, GradwireError) else traceback.format_exception_only(error)[-1].strip()
 
 
-def _hand(future: Future[Any], error: BaseException) -> None:
+def _hand(future: Future[Tensor], error: BaseException) -> None:
     """The error to who waits; in words alone if torch does not take it, as one that is no Exception."""
     for taken in (error, GradwireError(_in_words(error))):
         if not future.done():

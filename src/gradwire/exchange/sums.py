@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,15 +11,6 @@ from torch.futures import Future
 
 from gradwire.exchange.counting import Mark, Meter
 from gradwire.exchange.step import Answer, Part, answered, exchange
-from gradwire.methods.base import Sum
-
-
-@dataclass(frozen=True)
-class SmallBuckets:
-    """Buckets of at most so many elements are summed, whatever the method of the others is."""
-
-    numel: int
-    method: Sum
 
 
 def summed(part: Part, group: dist.ProcessGroup, meter: Meter, on_arrival: Callable[[], None]) -> Future[Tensor]:

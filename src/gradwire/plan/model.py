@@ -160,14 +160,8 @@ class Piece:
 
     before_ms: float
     after_ms: float
-    transfer_ms: float
-    hops_ms: float  # all that the link takes beside the bytes
+    link_ms: float  # until the next collective may begin: eight tiny sums at once take Gloo eight times as long as one
     n_bytes: float  # on the link
-
-    @property
-    def link_ms(self) -> float:
-        """Until the next collective may begin: eight tiny sums at once take Gloo eight times as long as one."""
-        return self.transfer_ms + self.hops_ms
 
 
 def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
@@ -180,13 +174,11 @@ def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
     n_bytes *= part
     link_ms = cost.rounds * network.collective_ms(n_bytes / cost.rounds, gather)
     link_ms += network.hops_ms(False) if part < 1 else 0.0  # of the sum of a dense step
-    transfer_ms = min(link_ms, network.transfer_ms(n_bytes))
     decode_ns = cost.decode_ns + (cost.decode_message_ns * network.workers * part if gather else 0.0)
     return Piece(
         before_ms=cost.overhead_ms + cost.encode_ns * numel / NS_PER_MS,
         after_ms=decode_ns * numel / NS_PER_MS,
-        transfer_ms=transfer_ms,
-        hops_ms=link_ms - transfer_ms,
+        link_ms=link_ms,
         n_bytes=n_bytes,
     )
 

@@ -23,13 +23,11 @@ import torch.distributed as dist
 
 from gradwire.adapters.auto.rank_numbers import RankNumbers
 from gradwire.adapters.auto.step_clock import Clock, work_of
-from gradwire.adapters.auto.trial_costs import alone_ms, dry_run, likely_error, numbers_of, rival, with_numbers
+from gradwire.adapters.auto.trial_costs import dry_run, likely_error, numbers_of, rival, with_numbers
 from gradwire.adapters.reducer import Reducer
 from gradwire.errors import CheckpointError
 from gradwire.exchange.courier import Flight, agree, courier_of
-from gradwire.exchange.sums import SmallBuckets
 from gradwire.methods import Compressor, Dense, to_spec
-from gradwire.methods.base import Sum
 from gradwire.plan.choose import Verdict, choose, describe
 from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
@@ -202,7 +200,7 @@ class MethodChooser:
             self._say(f"gradwire: step {self._reducer.steps}: {verdict.words}")
         self.verdict = verdict
         if verdict.chosen != self.chosen:
-            self._reducer.use(self.methods[verdict.chosen], self._small(verdict.chosen))
+            self._reducer.use(self.methods[verdict.chosen])
             self._begin()
 
     def _or_rival(self, verdict: Verdict) -> Verdict:
@@ -242,19 +240,3 @@ class MethodChooser:
             cost = dry_run(self._reducer, self._clock.layouts(), self.methods[spec])
             rows = self._numbers.answer(self._numbers.ask(numbers_of(cost)))
             self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
-
-    def _small(self, spec: str) -> SmallBuckets | None:
-        """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
-        assert self._work is not None
-        sums = {name: method for name, method in self.methods.items() if isinstance(method, Sum)}
-        if self._costs[spec].kind == "sum":
-            return None
-        limit = 0
-        best: Sum | None = None
-        for numel in sorted(set(self._work.buckets))[:-1]:
-            alone = {name: alone_ms(numel, self.network, self._costs[name]) for name in (*sums, spec)}
-            cheapest = min(alone, key=alone.__getitem__)
-            if cheapest == spec:
-                break
-            limit, best = numel, sums[cheapest]
-        return None if best is None else SmallBuckets(limit, best)

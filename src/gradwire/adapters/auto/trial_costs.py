@@ -13,7 +13,7 @@ from gradwire.adapters.reducer import Reducer
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
 from gradwire.plan import costs
-from gradwire.plan.model import Cost, Network, Prediction, piece_of
+from gradwire.plan.model import Cost, Prediction
 
 MOMENTS = 1.15  # what second moments cost a forward and backward, until a step with them is timed
 DENSITY = 0.01  # of the elements pass, until it is seen how many do
@@ -52,12 +52,6 @@ def numbers_of(cost: Cost) -> list[float]:
 def with_numbers(cost: Cost, numbers: Sequence[float]) -> Cost:
     known: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
     return replace(cost, **known)
-
-
-def alone_ms(numel: int, network: Network, cost: Cost) -> float:
-    """One bucket with nothing beside it."""
-    piece = piece_of(numel, network, cost)
-    return piece.before_ms + piece.transfer_ms + piece.hops_ms + piece.after_ms
 
 
 def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, Compressor]) -> float:
