@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.adapters import momentum_advice
-from gradwire.adapters import optimizer_hook as stepping
+from gradwire.adapters import momentum_advice, optimizer_hook
 from gradwire.adapters.unused_parameters import UnusedParameters
 from gradwire.codec.header import VERSION
 from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
@@ -77,7 +76,7 @@ class Reducer:
         self._last_scale: Tensor | None = None
         self._updates: int | None = None  # the parameters' versions when the last exchange began
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        stepping.listen(self)
+        optimizer_hook.listen(self)
 
     @property
     def compressor(self) -> Compressor:
@@ -101,12 +100,17 @@ class Reducer:
         else:
             self._install(compressor)
 
-    def _record(self) -> Recorder:
+    @property
+    def root(self) -> nn.Module:
+        """The module whose forward is called."""
         root = self._root()
         assert root is not None  # who asks for it holds it
+        return root
+
+    def _record(self) -> Recorder:
         from gradwire.moments import Recorder  # what nobody else needs is not imported with gradwire
 
-        recorder = Recorder(root, self.parameters, **self._moments)
+        recorder = Recorder(self.root, self.parameters, **self._moments)
         recorder.passes.begin_step(self.steps)
         return recorder
 
@@ -203,9 +207,7 @@ class Reducer:
         if self.clock is not None:
             self.clock.ready(layout)
         if isinstance(self._compressor, Sum):
-            future = self._sum(buffer, layout, self._compressor)
-            self._count_sum(layout)
-            return future
+            return self._sum(buffer, layout, self._compressor)
         assert self._pipeline is not None
         job = Job(
             bucket=self.store.buckets.get(layout) or self.store.bucket(layout, self._compressor, buffer.device),
@@ -224,18 +226,14 @@ class Reducer:
         if self._compressor.kind != "sum":
             self._check_begin()
             if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words, self._budgeted(), self._compressor.share)
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
         self._step = Backward(
             self.steps,
             plan,
             may_be_skipped=self._last_scale is not None,
             tensors_left=len(self.parameters),
-            budget=self.budget if self.budget.rate is not None and self.budget.due else None,
+            budget=self.budget if self.budget.due else None,
         )
-
-    def _budgeted(self) -> int | None:
-        """Bytes that this step's messages may have; None: no budget."""
-        return self.budget.n_bytes if self.budget.rate is not None else self.budget.most
 
     def _check_begin(self) -> None:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
@@ -246,25 +244,6 @@ class Reducer:
                 raise GradwireError(SECOND_BACKWARD)
             self._step.take_back()  # the scaler found an inf in another model and left this one's step out too
         self._updates, self._last_scale = updates, scale
-
-    def capture(self, sample: Sequence[Tensor]) -> None:
-        """The model's forward and backward as CUDA graphs from now on."""
-        if self.device.type != "cuda":
-            raise GradwireError(f"capture makes CUDA graphs, and this model is on {self.device}")
-        if self.recorder is None:
-            raise GradwireError(
-                f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
-            )
-        root = self._root()
-        assert root is not None  # who asks for it holds it
-        from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
-
-        GraphedForward(self.recorder, getattr(root, "module", root), sample)
-
-    def release(self) -> None:
-        """Without graphs again."""
-        if self.recorder is not None:
-            self.recorder.release()
 
     def skip_step(self, *_: object) -> None:
         """The next backward is not a second one of the same step: an optimizer stepped, or was left out on purpose."""
@@ -289,8 +268,7 @@ class Reducer:
         elif self._next is not None:
             self._install(self._next)
         self.steps += 1
-        if self.budget.rate is not None:
-            self.budget.end_step()
+        self.budget.end_step()
         self._arrived()
         if self.recorder is not None:
             self.recorder.passes.begin_step(self.steps)
@@ -317,18 +295,17 @@ class Reducer:
             return None
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
-    def _count_sum(self, layout: Layout) -> None:
-        """A step of sums alone is over when its last bucket is on its way."""
-        self._step.tensors_left -= len(layout.slots)
+    def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
+        """Without the courier: the step is over when its last bucket is on its way."""
+        context = Context(layout, self._step.number, world_size=self.world_size)
+        part = Part(self._step, method, None, context, buffer, buffer, buffer)
+        future = summed(part, self.group, self.meter, self._arrived)
+        self._step.tensors_left -= len(layout)
         if self._step.tensors_left == 0:
             self._step.done = True
             self.meter.end_step(dense=True)
             self._end_step(finite=True)
-
-    def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
-        context = Context(layout, self._step.number, world_size=self.world_size)
-        part = Part(self._step, method, None, context, buffer, buffer, buffer)
-        return summed(part, self.group, self.meter, self._arrived)
+        return future
 
     def _arrived(self) -> None:
         if self.clock is not None:

@@ -59,23 +59,18 @@ def attach(
         "same_samples": same_samples,
     }
     if compressor == AUTO:
+        from gradwire.adapters.auto.method_chooser import MethodChooser  # not imported with gradwire: few need it
+
         allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
-        return _choosing(attach_reducer(model, Dense(), scaler, moments), allowed)
+        reducer = attach_reducer(model, Dense(), scaler, moments)
+        try:
+            return Wire(reducer, MethodChooser(reducer, allowed))
+        except BaseException:
+            reducer.close()
+            raise
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
     return Wire(attach_reducer(model, compressor_of(compressor), scaler, moments))
-
-
-def _choosing(reducer: Reducer, methods: Sequence[Compressor]) -> Wire:
-    from gradwire.adapters.auto.method_chooser import (
-        MethodChooser,  # what nobody else needs is not imported with gradwire
-    )
-
-    try:
-        return Wire(reducer, MethodChooser(reducer, methods))
-    except BaseException:
-        reducer.close()
-        raise
 
 
 class Wire:
@@ -167,11 +162,22 @@ class Wire:
         For models of many small layers, where Python takes longer than the GPU. Other inputs and eval run as before.
         The gradients arrive together at the end of the backward, so nothing is sent while it runs.
         """
-        self._live().capture(sample)
+        reducer = self._live()
+        if reducer.device.type != "cuda":
+            raise GradwireError(f"capture makes CUDA graphs, and this model is on {reducer.device}")
+        if reducer.recorder is None:
+            raise GradwireError(
+                f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
+            )
+        from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
+
+        GraphedForward(reducer.recorder, getattr(reducer.root, "module", reducer.root), sample)
 
     def release(self) -> None:
         """Undoes `capture`: for a model whose layers, hooks or frozen parameters change."""
-        self._live().release()
+        recorder = self._live().recorder
+        if recorder is not None:
+            recorder.release()
 
     def skip_step(self) -> None:
         """Call it when you leave out an optimizer step on purpose, after the backward."""

@@ -78,14 +78,14 @@ class Budget:
         return self.most if self.rate is None else int(self.rate * self.step_ns / 1e9 / self.messages)
 
     def end_step(self) -> None:
-        """Looks at the clock."""
+        """Looks at the clock, where there is a rate."""
         if self.rate is not None:
             self._ends.append(time.perf_counter_ns())
             self._n_ends += 1
 
     @property
     def due(self) -> bool:
-        """Whether the step that begins now gathers the figures."""
+        """Whether the step that begins now gathers the figures; never without a rate."""
         return self._n_ends in EARLY or (self._n_ends > 0 and self._n_ends % EVERY == 0)
 
     def ask(self, courier: Courier, device: torch.device) -> None:

@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -224,7 +225,7 @@ def _in_words(error: BaseException) -> str:
     return str(error) if isinstance(error, GradwireError) else traceback.format_exception_only(error)[-1].strip()
 
 
-def _hand(future: Future[Tensor], error: BaseException) -> None:
+def _hand(future: Future[Any], error: BaseException) -> None:
     """The error to who waits; in words alone if torch does not take it, as one that is no Exception."""
     for taken in (error, GradwireError(_in_words(error))):
         if not future.done():

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from gradwire.errors import CheckpointError
-from gradwire.exchange.courier import all_gather
+from gradwire.exchange.courier import gathered
 from gradwire.state import checkpoint, manifest
 
 if TYPE_CHECKING:
@@ -123,8 +123,8 @@ def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
         state_dict_saver.save(sharded_state(wire), storage_writer=writer, process_group=reducer.group)
     except CheckpointException as error:  # it derives from BaseException
         raise CheckpointError(f"the checkpoint could not be written to {directory}: {error}") from error
-    mine = _prepared(reducer, lambda: _entry(folder / _file(rank)))
-    entries = _gathered(mine, reducer)
+    mine = _prepared(reducer, lambda: _entry(folder / _file(rank)))  # on a disk that may be this rank's own
+    entries = gathered(mine, reducer.group, reducer.device)
     _prepared(reducer, lambda: _seal(folder, entries) if rank == 0 else None)
 
 
@@ -150,15 +150,6 @@ def _entry(path: Path) -> bytes:
         return ENTRY.pack(-1, bytes(32))
     found = manifest.entry(path)
     return ENTRY.pack(found["bytes"], bytes.fromhex(found["sha256"]))
-
-
-def _gathered(mine: bytes, reducer: Reducer) -> list[bytes]:
-    """Every rank's, in rank order: each digests what it wrote itself, on a disk that may be its own."""
-    device = reducer.device if dist.get_backend(reducer.group) == "nccl" else torch.device("cpu")
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    arrived = sent.new_empty(reducer.world_size * len(sent))
-    all_gather(arrived, sent, group=reducer.group)
-    return [bytes(part.tolist()) for part in arrived.cpu().chunk(reducer.world_size)]
 
 
 def _seal(folder: Path, entries: list[bytes]) -> None:

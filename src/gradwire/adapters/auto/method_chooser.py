@@ -7,7 +7,7 @@
        While a compressor is in use, methods that may be faster than they are predicted to be are timed too, once.
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
-All of it happens between two steps, right after the optimizer's, from numbers of all ranks (rank_numbers.py): so all
+All of it happens between two steps, right after the optimizer's, from numbers of all ranks: so all
 ranks choose the same. Nothing is swapped or held back while a sum is the choice.
 """
 
@@ -19,14 +19,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from gradwire.adapters.auto.rank_numbers import RankNumbers
-from gradwire.adapters.auto.step_clock import Clock, work_of
-from gradwire.adapters.auto.trial_costs import dry_run, likely_error, numbers_of, rival, with_numbers
+from gradwire.adapters.auto.step_clock import Clock
+from gradwire.adapters.auto.trial_costs import NUMBERS, dry_run, likely_error, rival
 from gradwire.adapters.reducer import Reducer
 from gradwire.errors import CheckpointError
-from gradwire.exchange.courier import Flight, agree, courier_of
+from gradwire.exchange.courier import Flight, agree, courier_of, device_of
 from gradwire.methods import Compressor, Dense, to_spec
 from gradwire.plan.choose import Verdict, choose, describe
 from gradwire.plan.model import Cost, Network, Work, predict
@@ -51,7 +51,7 @@ class MethodChooser:
         self.methods: dict[str, Compressor] = {to_spec(method): method for method in (Dense(), *methods)}
         agree(reducer.group, {"methods of auto": ", ".join(self.methods)}, reducer.device)
         self.verdict: Verdict | None = None
-        self._numbers = RankNumbers(courier_of(reducer.group), reducer.device)
+        self._courier, self._device = courier_of(reducer.group), device_of(reducer.group, reducer.device)
         self._clock = reducer.clock = Clock(keep=MOST)
         self._work: Work | None = None
         self._costs: dict[str, Cost] = {}
@@ -102,10 +102,15 @@ class MethodChooser:
             self._bytes = self._reducer.meter.bytes_sent
         if self._asked is not None:
             flight, self._asked = self._asked, None
-            self._hear(self._numbers.answer(flight))
+            self._hear(rows_of(flight))
         elif self._due():
             # read after the next step, so that nobody waits for it
-            self._asked = self._numbers.ask(self._figures())
+            clock, since_probe = self._clock, time.perf_counter() - self._probed_at
+            self._asked = self._ask([clock.step_ms(), *clock.recent_ms(), *clock.parts(), since_probe])
+
+    def _ask(self, numbers: Sequence[float]) -> Flight:
+        """Gathers as many numbers of every rank. Bytes as int32, because every backend carries those."""
+        return self._courier.gather(torch.tensor(numbers, dtype=torch.float64).view(torch.int32).to(self._device))
 
     def _begin(self) -> None:
         """With a method that is in use from now on."""
@@ -119,11 +124,6 @@ class MethodChooser:
             return False
         slow = self._expected_ms is not None and self._expected_ms > SLOW_MS
         return slow or (self._since - self._warm) % WINDOW == 0
-
-    def _figures(self) -> list[float]:
-        clock = self._clock
-        since_probe = time.perf_counter() - self._probed_at
-        return [clock.step_ms(), *clock.recent_ms(), *clock.parts(), since_probe]
 
     def _hear(self, rows: list[list[float]]) -> None:
         """Figures of all ranks."""
@@ -151,7 +151,8 @@ class MethodChooser:
         """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
         spec = self.chosen
         if self._work is None or self._reducer.compressor.kind == "sum":
-            self._work = work_of(self._clock.layouts(), parts)
+            forward, backward, after = parts
+            self._work = Work(tuple(layout.numel for layout in self._clock.layouts()), forward, backward, after)
         self._price([spec])
         # the same on every rank: so long are the messages of all
         n_bytes = (self._reducer.meter.bytes_sent - self._bytes) / max(1, self._since - self._warm)
@@ -178,8 +179,7 @@ class MethodChooser:
         start = time.perf_counter()
         network = probe(self._reducer.group, self._reducer.device, at_most_s=PROBE_S)
         self._probed_at = time.perf_counter()
-        took = self._numbers.answer(self._numbers.ask([self._probed_at - start]))
-        self._probe_s = max(row[0] for row in took)
+        self._probe_s = max(row[0] for row in rows_of(self._ask([self._probed_at - start])))
         return network
 
     # ---- the choice
@@ -238,5 +238,12 @@ class MethodChooser:
         """What each costs on the slowest rank: measured once, on the gradients there are."""
         for spec in (spec for spec in specs if spec not in self._costs):
             cost = dry_run(self._reducer, self._clock.layouts(), self.methods[spec])
-            rows = self._numbers.answer(self._numbers.ask(numbers_of(cost)))
-            self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
+            rows = rows_of(self._ask([getattr(cost, name) for name in NUMBERS]))
+            slowest: dict[str, Any] = {name: max(row[at] for row in rows) for at, name in enumerate(NUMBERS)}
+            self._costs[spec] = replace(cost, **slowest)
+
+
+def rows_of(flight: Flight) -> list[list[float]]:
+    """What was asked for: a row a rank, the same on every rank."""
+    rows: list[list[float]] = flight.wait().cpu().view(torch.float64).tolist()
+    return rows

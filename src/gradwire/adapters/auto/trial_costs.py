@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from gradwire.plan.model import Cost, Prediction
 MOMENTS = 1.15  # what second moments cost a forward and backward, until a step with them is timed
 DENSITY = 0.01  # of the elements pass, until it is seen how many do
 WRONG = {False: 0.3, True: 0.15}  # by so much a method may be faster than predicted, beside one that was timed; a sum
+# of a cost, that ranks find each for itself
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
@@ -43,15 +43,6 @@ def _moment(gradient: Tensor) -> Tensor:
     generator = torch.Generator(gradient.device).manual_seed(0)
     clear = torch.rand(gradient.shape, generator=generator, device=gradient.device) < DENSITY
     return torch.where(clear, 0.0, 4 * gradient.square())
-
-
-def numbers_of(cost: Cost) -> list[float]:
-    return [getattr(cost, name) for name in NUMBERS]
-
-
-def with_numbers(cost: Cost, numbers: Sequence[float]) -> Cost:
-    known: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
-    return replace(cost, **known)
 
 
 def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, Compressor]) -> float:
