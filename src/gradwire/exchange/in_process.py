@@ -18,9 +18,9 @@ from gradwire.exchange.counting import Counts, Meter
 from gradwire.exchange.in_process_graph import FIRST, CapturedStep, repeats
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
-from gradwire.exchange.step import Part, Step
+from gradwire.exchange.step import Part, Step, sound
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Compressor, Context, powers, tensors
+from gradwire.methods.base import Compressor, Context, powers, tensors
 
 CPU = torch.device("cpu")
 Rows = Sequence[Tensor] | Tensor  # a vector [N] of each worker
@@ -135,7 +135,7 @@ class InProcess:
             n_bytes = in_lockstep(parts)
         mean = parts[0].out
         if parts[0].arrival is None:  # a sum
-            parts[0].arrival = Arrival(torch.isfinite(mean).all(), None, mean.new_zeros((), dtype=torch.bool), _fine)
+            parts[0].arrival = sound(torch.isfinite(mean).all())
         step.arrived(parts[0])
         undo = list(step.undo)
         finite = step.finish(self.capacity)
@@ -159,8 +159,7 @@ class InProcess:
         crossed = batched(grads, moments, context)
         part = Part(step, self.compressor, self.states[0], context, grads, moments, crossed.mean)
         step.undo.append(crossed.undo)
-        none = crossed.finite.new_zeros((), dtype=torch.bool)
-        part.arrival = Arrival(crossed.finite, crossed.passed.amax(0), none, _fine)
+        part.arrival = sound(crossed.finite, crossed.passed.amax(0))
         part.counts = Counts(crossed.sent.sum(0), crossed.passed.clamp(min=0).sum(0), crossed.norm)
         if not context.dense:
             return [part], crossed.n_bytes
@@ -178,7 +177,7 @@ class InProcess:
         counts, asked, norms = ([one for one in column if one is not None] for column in columns)
         if dense or not counts:
             for _ in range(self.world_size):
-                self.meter.everything(self.layout)
+                self.meter.elements(self.layout, Counts())
         else:
             passed = torch.stack(asked).clamp_(min=0).sum(0) if asked else None
             self.meter.elements(self.layout, Counts(torch.stack(counts).sum(0), passed, torch.stack(norms).sum()))
@@ -196,7 +195,3 @@ def _held(compressor: Compressor) -> set[str]:
 
 def _rows(vectors: Rows) -> Tensor:
     return vectors if isinstance(vectors, Tensor) else torch.stack(list(vectors))
-
-
-def _fine() -> None:
-    """Of what nobody has sent."""

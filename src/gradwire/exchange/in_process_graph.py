@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradwire.codec.header import FIXED, WORD_BYTES
-from gradwire.compile.capture_guard import calm
+from gradwire.compile.capture_guard import calm, on_branches
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import RoomPlan
 from gradwire.exchange.step import Part, Step
@@ -39,9 +39,9 @@ class CapturedStep:
         self._grads, self._graph = grads, torch.cuda.CUDAGraph()
         self._step = Step(context.step, RoomPlan(dense=False))
         self._parts = parts(self._step, replace(context, bare=True))
-        self._streams = [torch.cuda.Stream() for _ in self._parts]  # type: ignore[no-untyped-call]
+        streams = [torch.cuda.Stream() for _ in self._parts]  # type: ignore[no-untyped-call]
         with calm(), torch.cuda.graph(self._graph):
-            self._n_bytes = in_lockstep(self._parts, self._on_branches)
+            self._n_bytes = in_lockstep(self._parts, partial(on_branches, streams))
         if isinstance(self._parts[0].method, Fixed):
             self._n_bytes += FIXED * WORD_BYTES
 
@@ -51,13 +51,3 @@ class CapturedStep:
         self._graph.replay()
         step.undo.extend(self._step.undo)
         return self._parts, self._n_bytes
-
-    def _on_branches(self, work: Callable[[int], Any]) -> list[Any]:
-        main, made = torch.cuda.current_stream(), []
-        for rank, stream in enumerate(self._streams):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                made.append(work(rank))
-        for stream in self._streams:
-            main.wait_stream(stream)
-        return made

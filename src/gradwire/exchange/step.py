@@ -105,20 +105,19 @@ def _in_rounds(part: Part, method: Rounds) -> Talk:
     context = part.context
     talk = (method.everything if context.dense else method.rounds)(part.grad, part.state, context)
     summand = next(talk)
-    while True:
-        answer = yield Ask(summand=summand)
-        assert answer.total is not None
-        try:
+    try:
+        while True:
+            answer = yield Ask(summand=summand)
+            assert answer.total is not None
             summand = talk.send(answer.total)
-        except StopIteration as end:
-            outcome = end.value
-            break
+    except StopIteration as end:
+        outcome = end.value
     if context.dense:
         _will_be_cleared(part)
     part.step.undo.append(outcome.undo)
     part.out = outcome.mean
     part.counts = Counts(outcome.sent, None, outcome.sent_norm)
-    part.arrival = Arrival(outcome.finite, None, torch.zeros_like(outcome.finite), _fine)
+    part.arrival = sound(outcome.finite)
 
 
 def _summed(part: Part, method: Sum) -> Talk:
@@ -138,8 +137,9 @@ def _will_be_cleared(part: Part) -> None:
     step.clear.append(lambda: method.clear(state, context))
 
 
-def _fine() -> None:
-    """Of sums, which torch checks."""
+def sound(finite: Tensor, passed: Tensor | None = None) -> Arrival:
+    """Of sums, which torch checks, and of messages that nobody has written."""
+    return Arrival(finite, passed, torch.zeros_like(finite), lambda: None)
 
 
 def _snapshot(state: State) -> Callable[[], None]:

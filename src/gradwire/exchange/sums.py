@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.exchange.counting import Mark, Meter
+from gradwire.exchange.counting import Counts, Mark, Meter
 from gradwire.exchange.step import Answer, Part, answered, exchange
 
 
@@ -19,7 +19,7 @@ def summed(part: Part, group: dist.ProcessGroup, meter: Meter, on_arrival: Calla
     talk = exchange(part)
     ask = next(talk)
     meter.count(ask.n_bytes, ask.n_bytes, n_dense)
-    meter.everything(layout)
+    meter.elements(layout, Counts())
     work = dist.all_reduce(ask.summand, group=group, async_op=True)
     assert work is not None
 

@@ -100,7 +100,7 @@ class Simulation:
         self.replicas = [VirtualWorker(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
         self._captures = gpu if capture is None else capture
         self._branches: CapturedPasses | None = None
-        self._random = [_seeded(seed, rank, self.device) for rank in range(workers)]
+        self._random = [self._seeded(seed, rank) for rank in range(workers)]
 
     def __repr__(self) -> str:
         size = f"{self.layout.numel} parameters, {self.workers} workers"
@@ -137,8 +137,6 @@ class Simulation:
         losses = self._passes(batch)
         done = self.ranks.exchange(self.gradients, self.moments)
         if not done.finite:
-            for undo in done.undo:
-                undo()
             done.mean.fill_(torch.nan)  # as real workers: every one of them gets NaN
         for slot in self.layout:
             parameter = self.parameters[slot.name]
@@ -158,6 +156,11 @@ class Simulation:
                 losses.append(replica.backward(self.loss, [tensor[rank] for tensor in batch]))
                 self._random[rank] = randomness.get_state(self.device)
         return torch.stack(losses)
+
+    def _seeded(self, seed: int, rank: int) -> Tensor:
+        with self._own_random():
+            randomness.seed_worker(seed, rank)
+            return randomness.get_state(self.device)
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
@@ -196,8 +199,7 @@ class Simulation:
 
     def _worker_state(self, rank: int) -> dict[str, Any]:
         state, capacity = self.ranks.states[rank], self.ranks.capacity
-        held = {} if state is None else {slot.name: of_slot(state, slot) for slot in self.layout}
-        fields = {} if state is None else powers(state)
+        fields = powers(state)
         return {
             "format": checkpoint.FORMAT,
             "compressor": repr(self.compressor),
@@ -208,7 +210,8 @@ class Simulation:
             "passed": dict(capacity.passed),
             "powers": fields,
             "parameters": {
-                name: checkpoint.at_rest(parts, fields, self.parameters[name]) for name, parts in held.items()
+                slot.name: checkpoint.at_rest(of_slot(state, slot), fields, self.parameters[slot.name])
+                for slot in self.layout
             },
         }
 
@@ -236,18 +239,7 @@ class Simulation:
         randomness.set_state(here, self.device)
 
     def _put(self, rank: int, found: dict[str, dict[str, Tensor]]) -> None:
-        state = self.ranks.states[rank]
-        if state is None:
-            return
         for slot in self.layout:
-            for field, view in of_slot(state, slot).items():
+            for field, view in of_slot(self.ranks.states[rank], slot).items():
                 known = found[slot.name].get(field)  # a field that the saved one had no use for begins at zero
                 view.copy_(torch.zeros_like(view) if known is None else known)
-
-
-def _seeded(seed: int, rank: int, device: torch.device) -> Tensor:
-    before = randomness.get_state(device)
-    randomness.seed_worker(seed, rank)
-    state = randomness.get_state(device)
-    randomness.set_state(before, device)
-    return state

@@ -100,7 +100,15 @@ def load_state_dict(reducer: Reducer, state: Mapping[str, Any], *, strict: bool 
         counts = sorted(state["passed"].items())
         facts["checkpoint"] += f", step {state['step']}, {state.get('step_ns')} ns, capacity {counts}"
     all_or_none(reducer, facts, problem)
-    apply(reducer, state, fields)
+    reducer.store.set(fields, dict(state["powers"]))
+    reducer.steps = state["step"]
+    sizes = {name: parameter.numel() for name, parameter in reducer.parameters.items()}
+    reducer.capacity.passed = {n: min(count, sizes[n]) for n, count in state["passed"].items() if n in sizes}
+    reducer.capacity.since_dense = state["since_dense"]
+    reducer.budget.restore(state.get("step_ns", 0))
+    reducer.skip_step()
+    if reducer.recorder is not None:
+        reducer.recorder.passes.begin_step(reducer.steps)
 
 
 def all_or_none(reducer: Reducer, facts: dict[str, str], problem: CheckpointError | None) -> None:
@@ -111,19 +119,6 @@ def all_or_none(reducer: Reducer, facts: dict[str, str], problem: CheckpointErro
         raise problem or CheckpointError(f"another rank cannot use its checkpoint: {error}") from problem
     if problem is not None:
         raise problem
-
-
-def apply(reducer: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
-    """Replaces the reducer's state by one that was checked."""
-    reducer.store.set(fields, dict(state["powers"]))
-    reducer.steps = state["step"]
-    sizes = {name: parameter.numel() for name, parameter in reducer.parameters.items()}
-    reducer.capacity.passed = {n: min(count, sizes[n]) for n, count in state["passed"].items() if n in sizes}
-    reducer.capacity.since_dense = state["since_dense"]
-    reducer.budget.restore(state.get("step_ns", 0))
-    reducer.skip_step()
-    if reducer.recorder is not None:
-        reducer.recorder.passes.begin_step(reducer.steps)
 
 
 def check(state: Any) -> None:
@@ -168,21 +163,18 @@ def match(ours: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool) ->
         if strict:
             raise CheckpointError(f"the checkpoint's layers are not this model's ({text}); strict=False accepts that")
         warnings.warn(f"gradwire: {text}", stacklevel=4)
-    for name in saved.keys() & ours.keys():
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in (name for name in ours if name in saved):
+        found[name] = {}
         for field, value in saved[name].items():
-            if state["powers"][field] != SAME and value.shape != ours[name].shape:
+            if state["powers"][field] == SAME:
+                found[name][field] = value.to(ours[name].device, copy=True)
+                continue
+            if value.shape != ours[name].shape:
                 came, expected = tuple(value.shape), tuple(ours[name].shape)
                 raise CheckpointError(f"{field} of {name} has shape {came} in the checkpoint, expected {expected}")
-    return {
-        name: {
-            field: value.to(ours[name].device, copy=True)
-            if state["powers"][field] == SAME
-            else _in_flight(value, ours[name])
-            for field, value in saved[name].items()
-        }
-        for name in ours
-        if name in saved
-    }
+            found[name][field] = _in_flight(value, ours[name])
+    return found
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradwire.layout import Layout
+from gradwire.plan.costs import usual
 
 
 @dataclass
@@ -61,8 +62,7 @@ class Clock:
 
     def step_ms(self) -> float:
         """The mean without the longest. Ranks wait for each other, so that each has the time of all in the sum."""
-        ascending = sorted(times.step_ms for times in self._steps)
-        return statistics.fmean(ascending[:-1] or ascending)
+        return usual(times.step_ms for times in self._steps)
 
     def recent_ms(self) -> tuple[float, float]:
         """The shorter and the longer of the last two steps."""
