@@ -25,7 +25,7 @@ from gradwire.exchange.room import Capacity, RoomPlan
 from gradwire.exchange.step import Part
 from gradwire.exchange.sums import summed
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Context, Sum, checked
+from gradwire.methods.base import Compressor, Context, Sum
 from gradwire.methods.dense import Dense
 from gradwire.state.by_name import Store
 from gradwire.version import __version__
@@ -85,7 +85,7 @@ class Reducer:
 
     def use(self, compressor: Compressor) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
-        agree(self.group, self._facts(checked(compressor)), self.device)
+        agree(self.group, self._facts(compressor), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
         waits = not compressor.holds_back and self._compressor.holds_back and bool(self.store.residuals())
         working = self._compressor if waits else compressor  # in the step that comes
@@ -232,7 +232,7 @@ class Reducer:
             plan,
             may_be_skipped=self._last_scale is not None,
             tensors_left=len(self.parameters),
-            budget=self.budget if self.budget.due else None,
+            budget=self.budget if self.budget.rate is not None and self.budget.due else None,
         )
 
     def _check_begin(self) -> None:
@@ -268,7 +268,8 @@ class Reducer:
         elif self._next is not None:
             self._install(self._next)
         self.steps += 1
-        self.budget.end_step()
+        if self.budget.rate is not None:
+            self.budget.end_step()
         self._arrived()
         if self.recorder is not None:
             self.recorder.passes.begin_step(self.steps)
@@ -300,7 +301,7 @@ class Reducer:
         context = Context(layout, self._step.number, world_size=self.world_size)
         part = Part(self._step, method, None, context, buffer, buffer, buffer)
         future = summed(part, self.group, self.meter, self._arrived)
-        self._step.tensors_left -= len(layout)
+        self._step.tensors_left -= len(layout.slots)
         if self._step.tensors_left == 0:
             self._step.done = True
             self.meter.end_step(dense=True)

@@ -114,7 +114,7 @@ class Meter:
             if counts.norm is not None:
                 self._norms.append(counts.norm)
             if counts.sent is None:
-                self._elements.update({slot.name: slot.numel for slot in layout})
+                self._elements.update({slot.name: slot.numel for slot in layout.slots})
                 return
             self._pending.append((layout, counts.sent, counts.sent if counts.passed is None else counts.passed))
             if len(self._pending) > 256:

@@ -142,7 +142,7 @@ class Pipeline:
             flights = self._begin(job, ask)
         self._meter.bucket(part.context.layout, (job.n_sent, job.n_received, job.buffer.nbytes), part.counts, job.laps)
         step.arrived(part)
-        step.tensors_left -= len(part.context.layout)
+        step.tensors_left -= len(part.context.layout.slots)
         if step.tensors_left == 0:
             self._finish(step)
 

@@ -151,7 +151,7 @@ class Capacity:
     def of(self, layout: Layout, plan: RoomPlan) -> tuple[int, ...]:
         """Elements that fit into this bucket's message, by tensor."""
         if plan.dense:
-            return (0,) * len(layout)
+            return (0,) * len(layout.slots)
         if plan.density is not None:
             return self._by_density(layout, plan.density)
         # a tensor that had no gradient so far is about to be looked at for the first time
