@@ -62,7 +62,7 @@ class Reducer:
         self.recorder: Recorder | None = None
         self.unused = UnusedParameters(getattr(root, "find_unused_parameters", False))
         self.store = Store(self._bind)
-        self.meter = Meter(self.n_parameters, self.device)
+        self.meter = Meter(self.n_parameters)
         self.capacity = Capacity.of_model(root, self.parameters, self.world_size)
         self.budget = Budget(self.world_size)
         self.steps = 0

@@ -79,9 +79,8 @@ def scalars(stats: Stats) -> dict[str, float]:
 class Meter:
     """Counts as the steps go by; the courier's thread and the backward's both write here."""
 
-    def __init__(self, n_parameters: int, device: torch.device) -> None:
+    def __init__(self, n_parameters: int) -> None:
         self.n_parameters = n_parameters
-        self._device = device
         self._lock = threading.Lock()
         self.reset()
 

@@ -15,7 +15,7 @@ from gradwire.errors import AttachError
 from gradwire.exchange.batched_vgc import BatchedVGC, carried_over, fits
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
-from gradwire.exchange.in_process_graph import FIRST, CapturedStep, repeats
+from gradwire.exchange.in_process_graph import FIRST, CapturedStep
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
 from gradwire.exchange.step import Part, Step, sound
@@ -66,10 +66,10 @@ class InProcess:
         else:
             self.states = [compressor.init(layout, device) for _ in range(world_size)]
         self.repeated: CapturedStep | None = None
-        self._repeats = batched and repeats(compressor, device)
+        self._repeats = batched and device.type == "cuda" and compressor.alike
         self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
-        self.meter = Meter(layout.numel * world_size, device)  # of all workers together
+        self.meter = Meter(layout.numel * world_size)  # of all workers together
 
     def use(self, compressor: Any) -> None:
         """The same method with other options."""
@@ -156,18 +156,16 @@ class InProcess:
         self, step: Step, batched: BatchedVGC, grads: Tensor, moments: Tensor, context: Context
     ) -> tuple[list[Part], int]:
         """All workers in one call of each kernel, no message is written: one part for all of them."""
-        crossed = batched(grads, moments, context)
-        part = Part(step, self.compressor, self.states[0], context, grads, moments, crossed.mean)
-        step.undo.append(crossed.undo)
-        part.arrival = sound(crossed.finite, crossed.passed.amax(0))
-        part.counts = Counts(crossed.sent.sum(0), crossed.passed.clamp(min=0).sum(0), crossed.norm)
+        out = torch.zeros_like(grads[0])
+        part = Part(step, self.compressor, self.states[0], context, grads, moments, out)
+        n_bytes = batched.exchange(part)
         if not context.dense:
-            return [part], crossed.n_bytes
+            return [part], n_bytes
         waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
         part.out = torch.stack(waiting).sum(0)
         for state in self.states:
             step.clear.append(partial(self.compressor.clear, state, context))
-        return [part], crossed.n_bytes + part.out.nbytes
+        return [part], n_bytes + part.out.nbytes
 
     def _count(self, parts: Sequence[Part], n_bytes: int, dense: bool) -> None:
         """Bytes and elements of all workers, and |sent|_1."""

@@ -17,15 +17,9 @@ from gradwire.compile.capture_guard import calm, on_branches
 from gradwire.exchange.lockstep import in_lockstep
 from gradwire.exchange.room import RoomPlan
 from gradwire.exchange.step import Part, Step
-from gradwire.methods.base import Compressor, Context, Rounds
-from gradwire.methods.fixed import Fixed
+from gradwire.methods.base import Context
 
 FIRST = 2  # steps without a graph: they make the tables that are kept on the device
-
-
-def repeats(compressor: Compressor, device: torch.device) -> bool:
-    """Whether a step of it can be captured."""
-    return device.type == "cuda" and isinstance(compressor, Rounds | Fixed) and compressor.alike
 
 
 class CapturedStep:
@@ -42,7 +36,7 @@ class CapturedStep:
         streams = [torch.cuda.Stream() for _ in self._parts]  # type: ignore[no-untyped-call]
         with calm(), torch.cuda.graph(self._graph):
             self._n_bytes = in_lockstep(self._parts, partial(on_branches, streams))
-        if isinstance(self._parts[0].method, Fixed):
+        if self._parts[0].method.kind == "gather":
             self._n_bytes += FIXED * WORD_BYTES
 
     def __call__(self, step: Step, grads: Tensor) -> tuple[list[Part], int]:

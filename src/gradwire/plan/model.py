@@ -32,8 +32,6 @@ class Network:
             raise ValueError(f"a link's rate must be more than 0 Mbit/s, not {self.mbit}")
         if not 0 <= self.latency_ms < math.inf:
             raise ValueError(f"a link's latency must be 0 ms or more, not {self.latency_ms}")
-        if any(not min(point) > 0 for point in self.curve):
-            raise ValueError(f"the sizes and shares of a curve must be more than 0: {self.curve}")
 
     def transfer_ms(self, n_bytes: float) -> float:
         """How long so many bytes keep a link busy."""
@@ -87,14 +85,6 @@ class Work:
     ready: tuple[float, ...] = ()  # when each bucket is ready, as a share of the backward; (): evenly by elements
     beside: float = 1.0  # the share of the courier's work that costs the backward nothing; 0: it takes the same cores
 
-    def __post_init__(self) -> None:
-        if not self.buckets or min(self.buckets) < 1:
-            raise ValueError(f"a step has buckets of at least 1 element, not {self.buckets}")
-        if self.ready and len(self.ready) != len(self.buckets):
-            raise ValueError(f"{len(self.buckets)} buckets, but times for {len(self.ready)}")
-        if not min(self.forward_ms, self.backward_ms, self.after_ms) >= 0:
-            raise ValueError(f"the times of a step must be 0 ms or more: {self}")
-
     @property
     def numel(self) -> int:
         return sum(self.buckets)
@@ -125,10 +115,6 @@ class Cost:
     rounds: int = 1  # collectives a bucket, one after another
     room: bool = False  # its messages never take longer than an all-reduce of float32: see exchange/room.py
     guess: bool = False  # nobody has measured this method: its times are those of a usual one
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("sum", "gather", "rounds"):
-            raise ValueError(f"a method is of kind sum, gather or rounds, not {self.kind!r}")
 
     def handed_over(self, numel: float) -> float:
         """Bytes of one bucket that one worker gives to its collectives."""

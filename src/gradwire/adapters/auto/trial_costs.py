@@ -29,13 +29,9 @@ def dry_run(reducer: Reducer, layouts: Sequence[Layout], compressor: Compressor)
 
 
 def _gradient(reducer: Reducer, layout: Layout) -> Tensor:
-    parts = []
-    for slot in layout:
-        grad = reducer.parameters[slot.name].grad
-        parts.append(
-            torch.zeros(slot.numel, device=reducer.device) if grad is None else grad.detach().float().flatten()
-        )
-    return torch.cat(parts)
+    parameters = (reducer.parameters[slot.name] for slot in layout)
+    grads = (torch.zeros_like(one) if one.grad is None else one.grad.detach() for one in parameters)
+    return torch.cat([grad.float().flatten() for grad in grads])
 
 
 def _moment(gradient: Tensor) -> Tensor:
