@@ -15,8 +15,7 @@ from gradwire.errors import AttachError
 from gradwire.exchange.batched_vgc import BatchedVGC, carried_over, fits
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
-from gradwire.exchange.in_process_graph import FIRST, CapturedStep
-from gradwire.exchange.lockstep import in_lockstep
+from gradwire.exchange.lockstep import FIRST, CapturedStep, in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
 from gradwire.exchange.step import Part, Step, sound
 from gradwire.layout import Layout

@@ -90,13 +90,9 @@ class Dry:
         self.capacity = Capacity(n_bytes, self.world_size, numels, most_buckets(n_bytes))
 
     @property
-    def kind(self) -> str:
-        return self.compressor.kind
-
-    @property
     def n_messages(self) -> int:
         """That are decoded together."""
-        return min(self.world_size, MESSAGES) if self.kind == "gather" else 1
+        return min(self.world_size, MESSAGES) if self.compressor.kind == "gather" else 1
 
     def step(self, gradients: Buckets, moments: Buckets, lean: bool = False) -> None:
         """A flat float32 tensor a bucket. lean: nothing that a training would not do, else they are not changed."""
@@ -132,11 +128,11 @@ class Dry:
         message_ms = 0.0
         if n_messages > 1:
             message_ms = min(max(0.0, (decode_ms - one_ms) / (n_messages - 1)), decode_ms / n_messages)
-        head = FIXED * WORD_BYTES if self.kind == "gather" else 0
+        head = FIXED * WORD_BYTES if self.compressor.kind == "gather" else 0
         n_bytes = statistics.mean(one.n_bytes for one in times)
         return Cost(
             spec=to_spec(self.compressor),
-            kind=self.kind,
+            kind=self.compressor.kind,
             bytes_per_element=(n_bytes - head * n_buckets) / numel,
             head_bytes=head,
             encode_ns=(encode_ms - fixed_ms * n_buckets) * NS_PER_MS / numel,

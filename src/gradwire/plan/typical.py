@@ -37,10 +37,10 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
     dry = Dry(compressor, [Layout.of([("weight", (SIDE, SIDE))])], 2, torch.device("cpu"))
     share = compressor.share or density or DENSITY
     n_bytes, rounds = _sent(compressor, share, dry)
-    head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
+    head = FIXED * WORD_BYTES if compressor.kind == "gather" else 0
     return Cost(
         spec=spec,
-        kind=dry.kind,
+        kind=compressor.kind,
         bytes_per_element=max(0.0, n_bytes - head) / SIDE**2,
         head_bytes=head,
         encode_ns=times.encode + times.encode_sent * share,

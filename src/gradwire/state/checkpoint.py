@@ -35,6 +35,8 @@ HEAD: dict[str, type] = {
 
 def state_dict(reducer: Reducer) -> dict[str, Any]:
     """One rank's state: numbers, strings and tensors only."""
+    held, fields = dict(reducer.store.items()), reducer.store.powers
+    named = reducer.parameters if fields else {}
     return {
         "format": FORMAT,
         "compressor": repr(reducer.compressor),
@@ -44,17 +46,10 @@ def state_dict(reducer: Reducer) -> dict[str, Any]:
         "since_dense": reducer.capacity.since_dense,
         "passed": dict(reducer.capacity.passed),
         "step_ns": reducer.budget.step_ns,
-        "powers": dict(reducer.store.powers),
-        "parameters": _parameters(reducer),
+        "powers": dict(fields),
+        # zeros where nothing is held back: the same names on every rank
+        "parameters": {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in named.items()},
     }
-
-
-def _parameters(reducer: Reducer) -> dict[str, dict[str, Tensor]]:
-    """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
-    held, fields = dict(reducer.store.items()), reducer.store.powers
-    if not fields:
-        return {}
-    return {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in reducer.parameters.items()}
 
 
 def at_rest(held: Mapping[str, Tensor], powers: Mapping[str, int], parameter: Tensor) -> dict[str, Tensor]:

@@ -221,10 +221,8 @@ class MethodChooser:
         Back to a sum nothing: `choose` takes it as soon as a method that loses information is not faster by the margin.
         From a sum to one that is only predicted to be faster, twice the margin.
         """
-        if spec == self.chosen:
-            return -math.inf
         to_sum, from_sum = (self.methods[one].kind == "sum" for one in (spec, self.chosen))
-        if to_sum and not from_sum:
+        if spec == self.chosen or (to_sum and not from_sum):
             return -math.inf
         return 2 * MARGIN if from_sum and not to_sum and spec not in self._errors else MARGIN
 
