@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ def network_of(world_size: int, points: Sequence[Point]) -> Network:
         (float(n_bytes), summed / plain.collective_ms(n_bytes, False), gathered / plain.collective_ms(n_bytes, True))
         for n_bytes, summed, gathered in points
     )
-    return Network(world_size, plain.mbit, latency_ms, curve)
+    return replace(plain, curve=curve)
 
 
 def rate(points: Sequence[Point]) -> float:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gradwire.compile.capture_guard import calm, on_branches
-from gradwire.simulation import random_state as randomness
 from gradwire.simulation.virtual_worker import Loss, VirtualWorker
 
 
@@ -23,17 +22,13 @@ class CapturedPasses:
         self._graph = torch.cuda.CUDAGraph()
         rows = [[tensor[rank] for tensor in self._batch] for rank in range(len(replicas))]
         streams = [torch.cuda.Stream(device) for _ in replicas]  # type: ignore[no-untyped-call]
-        before = randomness.get_state(device)
-        try:
-            with calm(), ExitStack() as stack:
-                for replica in replicas:
-                    stack.enter_context(replica.capturing())
-                on_branches(streams, lambda rank: replicas[rank].survey(loss, rows[rank]))
-                torch.cuda.synchronize(device)
-                with torch.cuda.graph(self._graph):
-                    on_branches(streams, lambda rank: self._losses[rank].copy_(replicas[rank].record(loss, rows[rank])))
-        finally:
-            randomness.set_state(before, device)
+        with torch.random.fork_rng([device]), calm(), ExitStack() as stack:
+            for replica in replicas:
+                stack.enter_context(replica.capturing())
+            on_branches(streams, lambda rank: replicas[rank].survey(loss, rows[rank]))
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(self._graph):
+                on_branches(streams, lambda rank: self._losses[rank].copy_(replicas[rank].record(loss, rows[rank])))
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
         return all(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -150,7 +150,7 @@ class Simulation:
             if self._branches.fits(batch):
                 return self._branches.run(batch)
         losses = []
-        with self._own_random():
+        with self._forked_random():
             for rank, replica in enumerate(self.replicas):
                 randomness.set_state(self._random[rank], self.device)
                 losses.append(replica.backward(self.loss, [tensor[rank] for tensor in batch]))
@@ -158,18 +158,13 @@ class Simulation:
         return torch.stack(losses)
 
     def _seeded(self, seed: int, rank: int) -> Tensor:
-        with self._own_random():
+        with self._forked_random():
             randomness.seed_worker(seed, rank)
             return randomness.get_state(self.device)
 
-    @contextmanager
-    def _own_random(self) -> Iterator[None]:
+    def _forked_random(self) -> AbstractContextManager[None]:
         """The caller's random numbers go on as if nothing had been drawn."""
-        before = randomness.get_state(self.device)
-        try:
-            yield
-        finally:
-            randomness.set_state(before, self.device)
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def stats(self) -> Stats:
         """What one worker sent, on average over all of them, since the beginning or the last `reset_stats`."""
