@@ -225,7 +225,7 @@ class Reducer:
         plan = RoomPlan(dense=self._compressor.kind == "sum" or self._next is not None)
         if self._compressor.kind != "sum":
             self._check_begin()
-            if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
+            if self._compressor.needs_room and self._next is None:
                 plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
         self._step = Backward(
             self.steps,

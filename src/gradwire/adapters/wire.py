@@ -59,18 +59,21 @@ def attach(
         "same_samples": same_samples,
     }
     if compressor == AUTO:
-        from gradwire.adapters.auto.method_chooser import MethodChooser  # not imported with gradwire: few need it
-
         allowed = [compressor_of(one) for one in (methods if methods is not None else (BF16(), VGC()))]
-        reducer = attach_reducer(model, Dense(), scaler, moments)
-        try:
-            return Wire(reducer, MethodChooser(reducer, allowed))
-        except BaseException:
-            reducer.close()
-            raise
+        return _choosing(attach_reducer(model, Dense(), scaler, moments), allowed)
     if methods is not None:
         raise ValueError(f'attach: methods are what "auto" chooses from, and the compressor is {compressor!r}')
     return Wire(attach_reducer(model, compressor_of(compressor), scaler, moments))
+
+
+def _choosing(reducer: Reducer, methods: Sequence[Compressor]) -> Wire:
+    from gradwire.adapters.auto.method_chooser import MethodChooser  # not imported with gradwire: few need it
+
+    try:
+        return Wire(reducer, MethodChooser(reducer, methods))
+    except BaseException:
+        reducer.close()
+        raise
 
 
 class Wire:

@@ -54,8 +54,7 @@ class InProcess:
     ) -> None:
         numels, n_bytes = {slot.name: slot.numel for slot in layout}, WORD_BYTES * layout.numel
         self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes))  # heads as those of real workers
-        self.needs_room = compressor.needs_room
-        self.planned = planned and self.needs_room
+        self.planned = planned and compressor.needs_room
         self._check(compressor)
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
         self.batched: BatchedVGC | None = None
@@ -101,10 +100,10 @@ class InProcess:
         capacity: tuple[int, ...] = ()
         density = None
         if self.planned:
-            wanted = (self.compressor.most_bytes, self.compressor.share)
-            plan = self.capacity.plan(self.compressor.words, *wanted)
+            method = self.compressor
+            plan = self.capacity.plan(method.words, method.most_bytes, method.share)
             capacity, dense, density = self.capacity.of(self.layout, plan), plan.dense, plan.density
-        elif self.needs_room:
+        elif self.compressor.needs_room:
             rooms = self.rooms if self.rooms is not None else tuple(slot.numel for slot in self.layout)
             capacity = (0,) * len(self.layout) if dense else rooms
         return Context(self.layout, self.number, capacity, active, self.world_size, dense, density=density)

@@ -48,18 +48,6 @@ class Job:
     n_received: int = 0
     laps: list[Lap] = field(default_factory=list)
 
-    def part(self, step: Step, method: Compressor, context: Context) -> Part:
-        """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
-        grad, moment = self.buffer.float(), self.bucket.moment
-        if self.scale is not None:
-            grad, moment = grad / self.scale, moment / self.scale / self.scale
-        out = self.buffer if self.buffer.dtype == torch.float32 else torch.empty_like(grad)
-        return Part(step, method, self.bucket.state, context, grad, moment, out)
-
-    def take(self, mean: Tensor) -> None:
-        """The mean, in units of the scale."""
-        self.buffer.copy_(mean if self.scale is None else mean.mul_(self.scale))
-
 
 @dataclass
 class Backward(Step):
@@ -91,11 +79,10 @@ class Pipeline:
 
     def _send(self, method: Compressor, step: Backward, job: Job) -> None:
         """Encodes and begins to send; what follows is work behind the buckets that are ready by now."""
-        context = self._context(method, step, job)
         if step.budget is not None:
             step.budget.ask(self._courier, job.buffer.device)
         begin = _mark(job)
-        part = job.part(step, method, context)
+        part = self._part(method, step, job)
         talk = exchange(part)
         ask = next(talk)
         job.laps.append(("encode", begin, _mark(job)))
@@ -105,11 +92,18 @@ class Pipeline:
         else:  # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
             self._receive(step, job, part, talk, flights)
 
-    def _context(self, method: Compressor, step: Backward, job: Job) -> Context:
-        layout, plan, courier = job.bucket.layout, step.plan, self._courier
-        capacity = self._room.of(layout, plan) if method.needs_room else ()
-        common = (layout, step.number, capacity, job.active, courier.world_size, plan.dense, courier.rank)
-        return Context(*common, density=plan.density)
+    def _part(self, method: Compressor, step: Backward, job: Job) -> Part:
+        """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
+        bucket, plan, courier = job.bucket, step.plan, self._courier
+        capacity = self._room.of(bucket.layout, plan) if method.needs_room else ()
+        context = Context(
+            bucket.layout, step.number, capacity, job.active, courier.world_size, plan.dense, courier.rank, plan.density
+        )
+        grad, moment = job.buffer.float(), bucket.moment
+        if job.scale is not None:
+            grad, moment = grad / job.scale, moment / job.scale / job.scale
+        out = job.buffer if job.buffer.dtype == torch.float32 else torch.empty_like(grad)
+        return Part(step, method, bucket.state, context, grad, moment, out)
 
     def _begin(self, job: Job, ask: Ask) -> tuple[Flight | None, Flight | None]:
         """Begins what was asked for, and counts its bytes."""
@@ -135,7 +129,7 @@ class Pipeline:
             there = _mark(job)
             ask = answered(talk, answer)
             if ask is None:
-                job.take(part.out)
+                job.buffer.copy_(part.out if job.scale is None else part.out.mul_(job.scale))
             job.laps += [("exchange", begin, there), ("decode", there, _mark(job))]
             if ask is None:
                 break

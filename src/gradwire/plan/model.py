@@ -1,4 +1,4 @@
-"""The cost model: how long a step takes, from the link, the model's own times and what a method costs. Pure Python.
+"""The cost model: how long a step takes, from the link, the model's own times and what a method costs.
 
 W workers, S bytes of a bucket that one worker hands over, all on a ring: an all-reduce brings 2 (W-1)/W S over every
 link in 2 (W-1) hops, an all-gather (W-1) S in W-1 hops. What overlaps and what does not is in `predict`.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
+
+import numpy as np
 
 FLOAT_BYTES = 4
 NS_PER_MS = 1e6
@@ -58,12 +60,8 @@ class Network:
         """Straight lines between the points of the curve, all on a logarithmic scale; level beyond its ends."""
         if not self.curve or n_bytes <= 0:
             return 1.0
-        points = [(math.log(point[0]), math.log(point[2 if gather else 1])) for point in self.curve]
-        place = min(max(math.log(n_bytes), points[0][0]), points[-1][0])
-        for (left, low), (right, high) in pairwise(points):
-            if place <= right:
-                return math.exp(low + (high - low) * (place - left) / (right - left))
-        return math.exp(points[-1][1])
+        sizes, sums, gathers = np.log(self.curve).T
+        return math.exp(np.interp(math.log(n_bytes), sizes, gathers if gather else sums))
 
     def on_link(self, n_bytes: float, gather: bool) -> float:
         """Bytes that pass each link when every worker hands so many to one collective."""

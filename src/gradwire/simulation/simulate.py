@@ -168,8 +168,7 @@ class Simulation:
 
     def stats(self) -> Stats:
         """What one worker sent, on average over all of them, since the beginning or the last `reset_stats`."""
-        held: list[Any] = [state for state in self.ranks.states if hasattr(state, "residual")]
-        total = self.ranks.meter.stats([state.residual for state in held])
+        total = self.ranks.meter.stats([state.residual for state in self.ranks.states if hasattr(state, "residual")])
         bytes_of = {name: round(getattr(total, name) / self.workers) for name in ("bytes_sent", "dense_bytes")}
         return replace(
             total,

@@ -90,11 +90,10 @@ def load_state_dict(reducer: Reducer, state: Mapping[str, Any], *, strict: bool 
         problem = error
     except Exception as error:  # whatever a damaged file makes torch raise: the other ranks wait to hear of it
         problem = CheckpointError(f"damaged gradwire state: {error!r}")
-    facts = {"checkpoint": str(problem or "good")}
+    said = ""
     if problem is None:
-        counts = sorted(state["passed"].items())
-        facts["checkpoint"] += f", step {state['step']}, {state.get('step_ns')} ns, capacity {counts}"
-    all_or_none(reducer, facts, problem)
+        said = f", step {state['step']}, {state.get('step_ns')} ns, capacity {sorted(state['passed'].items())}"
+    all_or_none(reducer, problem, said)
     reducer.store.set(fields, dict(state["powers"]))
     reducer.steps = state["step"]
     sizes = {name: parameter.numel() for name, parameter in reducer.parameters.items()}
@@ -106,10 +105,13 @@ def load_state_dict(reducer: Reducer, state: Mapping[str, Any], *, strict: bool 
         reducer.recorder.passes.begin_step(reducer.steps)
 
 
-def all_or_none(reducer: Reducer, facts: dict[str, str], problem: CheckpointError | None) -> None:
-    """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective."""
+def all_or_none(reducer: Reducer, problem: CheckpointError | None, said: str = "") -> None:
+    """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective.
+
+    said: what else must be the same.
+    """
     try:
-        agree(reducer.group, facts, reducer.device)
+        agree(reducer.group, {"checkpoint": str(problem or "good") + said}, reducer.device)
     except DisagreementError as error:
         raise problem or CheckpointError(f"another rank cannot use its checkpoint: {error}") from problem
     if problem is not None:

@@ -195,7 +195,7 @@ def _prepared(reducer: Reducer, work: Callable[[], T]) -> T:
         problem = CheckpointError(f"the checkpoint cannot be read or written: {error}")
     except Exception as error:
         problem = CheckpointError(f"the checkpoint is damaged: {error!r}")
-    checkpoint.all_or_none(reducer, {"checkpoint": str(problem or "good")}, problem)
+    checkpoint.all_or_none(reducer, problem)
     return result
 
 

@@ -7,15 +7,15 @@
        While a compressor is in use, methods that may be faster than they are predicted to be are timed too, once.
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
-All of it happens between two steps, right after the optimizer's, from numbers of all ranks: so all
-ranks choose the same. Nothing is swapped or held back while a sum is the choice.
+All of it happens between two steps, right after the optimizer's, from numbers of all ranks: so all ranks choose the
+same. Nothing is swapped or held back while a sum is the choice.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,9 +45,9 @@ MARGIN = 0.05  # by how much a method that loses information must be faster
 class MethodChooser:
     """Call `stepped` after every optimizer step, on every rank."""
 
-    def __init__(self, reducer: Reducer, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
+    def __init__(self, reducer: Reducer, methods: Sequence[Compressor]) -> None:
         """Collective. methods: what may be chosen; Dense, with which it begins, always may."""
-        self._reducer, self._say = reducer, say if dist.get_rank(reducer.group) == 0 else lambda _: None
+        self._reducer = reducer
         self.methods: dict[str, Compressor] = {to_spec(method): method for method in (Dense(), *methods)}
         agree(reducer.group, {"methods of auto": ", ".join(self.methods)}, reducer.device)
         self.verdict: Verdict | None = None
@@ -196,8 +196,8 @@ class MethodChooser:
             words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
             verdict = replace(verdict, chosen=self.chosen, words=words)
         verdict = self._or_rival(verdict)
-        if self.verdict is None or verdict.chosen != self.chosen:
-            self._say(f"gradwire: step {self._reducer.steps}: {verdict.words}")
+        if (self.verdict is None or verdict.chosen != self.chosen) and dist.get_rank(self._reducer.group) == 0:
+            print(f"gradwire: step {self._reducer.steps}: {verdict.words}")
         self.verdict = verdict
         if verdict.chosen != self.chosen:
             self._reducer.use(self.methods[verdict.chosen])
