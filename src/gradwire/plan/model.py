@@ -41,20 +41,18 @@ class Network:
 
     def collective_ms(self, n_bytes: float, gather: bool) -> float:
         """One collective that brings so many bytes over every link; beyond the largest measured it keeps its pace."""
-        known = min(n_bytes, self.curve[-1][0]) if self.curve else n_bytes
-        known_ms = (self.transfer_ms(known) + self.hops_ms(gather)) * self._share(known, gather)
-        return known_ms + self.transfer_ms(n_bytes - known) * self._pace(gather)
+        if self.curve and n_bytes > (largest := self.curve[-1][0]):
+            return self.collective_ms(largest, gather) + self.transfer_ms(n_bytes - largest) * self._pace(gather)
+        return (self.transfer_ms(n_bytes) + self.hops_ms(gather)) * self._share(n_bytes, gather)
 
     def _pace(self, gather: bool) -> float:
         """What more bytes take, as a share of what `mbit` says: as between the two largest that were measured."""
         if len(self.curve) < 2:
             return 1.0
-        (smaller, largest), column = self.curve[-2:], 2 if gather else 1
-        less, more = (
-            (self.transfer_ms(point[0]) + self.hops_ms(gather)) * point[column] for point in (smaller, largest)
-        )
-        plain_ms = self.transfer_ms(largest[0] - smaller[0])
-        return max(0.5, (more - less) / plain_ms) if plain_ms else 1.0
+        smaller, largest = (point[0] for point in self.curve[-2:])
+        plain_ms = self.transfer_ms(largest - smaller)
+        more_ms = self.collective_ms(largest, gather) - self.collective_ms(smaller, gather)
+        return max(0.5, more_ms / plain_ms) if plain_ms else 1.0
 
     def _share(self, n_bytes: float, gather: bool) -> float:
         """Straight lines between the points of the curve, all on a logarithmic scale; level beyond its ends."""
