@@ -152,18 +152,13 @@ class Capacity:
         """Elements that fit into this bucket's message, by tensor."""
         if plan.dense:
             return (0,) * len(layout.slots)
-        if plan.density is not None:
-            return self._by_density(layout, plan.density)
+        if plan.density is not None:  # as much as is wanted, or as little as passed
+            every = zip(layout.slots, map(above, quota_of(layout, plan.density).counts), strict=True)
+            return tuple(min(room, slot.numel, padded(self.passed.get(slot.name, room))) for slot, room in every)
         # a tensor that had no gradient so far is about to be looked at for the first time
         counts = (self.passed.get(slot.name, slot.numel // 4) for slot in layout.slots)
-        wanted = (math.floor(padded(count) * plan.scale) for count in counts)
-        return tuple(min(room, slot.numel) for room, slot in zip(wanted, layout.slots, strict=True))
-
-    def _by_density(self, layout: Layout, density: float) -> tuple[int, ...]:
-        """As much as is wanted, or as little as passed."""
-        every = zip(layout.slots, quota_of(layout, density).counts, strict=True)
-        rooms = ((slot, above(wanted)) for slot, wanted in every)
-        return tuple(min(room, slot.numel, padded(self.passed.get(slot.name, room))) for slot, room in rooms)
+        rooms = (math.floor(padded(count) * plan.scale) for count in counts)
+        return tuple(min(room, slot.numel) for room, slot in zip(rooms, layout.slots, strict=True))
 
     def note(self, layout: Layout, passed: Sequence[int]) -> None:
         """Takes the counts of one bucket; a parameter that no rank had a gradient for keeps its last one."""

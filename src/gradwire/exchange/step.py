@@ -41,7 +41,6 @@ class Answer:
     total: Tensor | None = None
 
 
-NONE = Counts()
 Talk = Generator[Ask, Answer, None]
 
 
@@ -58,7 +57,7 @@ class Part:
     out: Tensor  # [N]: the mean over the ranks
     finite: Tensor | None = None  # bool []: of this worker's gradient, where the message does not say it
     arrival: Arrival | None = None
-    counts: Counts = NONE  # for the statistics
+    counts: Counts = field(default_factory=Counts)  # for the statistics
 
 
 def exchange(part: Part) -> Talk:
