@@ -15,7 +15,6 @@ import gradwire
 import scenes
 from gradwire import VGC, Dense
 from gradwire.adapters import reducer as link_module
-from gradwire.exchange.sums import SmallBuckets
 from workers import Workers
 
 TIMEOUT, SOON = 40, 10  # seconds, of the group and of an error
@@ -32,12 +31,12 @@ class WordlessError(Exception):
         raise ValueError
 
 
-def attached(small: SmallBuckets | None) -> tuple[DistributedDataParallel, Any]:
-    """After some steps, a bucket a parameter; small ones may be summed beside those that the courier takes."""
+def attached() -> tuple[DistributedDataParallel, Any]:
+    """After some steps, a bucket a parameter."""
     model = scenes.ddp(scenes.net())
     wire = gradwire.attach(model, Dense())
     list(scenes.train(model, range(2), scenes.sgd(model)))
-    wire._reducer.use(VGC(alpha=1.0), small)
+    wire.compressor = VGC(alpha=1.0)
     list(scenes.train(model, range(2, 4), scenes.sgd(model)))
     return model, wire
 
@@ -120,23 +119,22 @@ def broken_future(pipeline: Any) -> None:
     link_module.Future = Future  # type: ignore[misc]
 
 
-SMALL = SmallBuckets(200, Dense())
 CORRUPT = "is corrupt: its checksum does not match"
 LOST = "what this step had sent could not be taken back (ZeroDivisionError: no way back), so what is held back is not"
 FAULTS = {
-    "spoiled": (spoiled_message, SMALL, CORRUPT),
-    "undo": (broken_undo, SMALL, f"{CORRUPT}. {LOST}"),
-    "not finite": (not_finite, SMALL, LOST),
-    "stop": (stopped, SMALL, "Stop: pressed"),
-    "wordless": (wordless, SMALL, "WordlessError"),
-    "future": (broken_future, None, "full"),  # DDP looks at small buckets first, and no further
+    "spoiled": (spoiled_message, CORRUPT),
+    "undo": (broken_undo, f"{CORRUPT}. {LOST}"),
+    "not finite": (not_finite, LOST),
+    "stop": (stopped, "Stop: pressed"),
+    "wordless": (wordless, "WordlessError"),
+    "future": (broken_future, "full"),
 }
 
 
 def after(fault: str) -> tuple[list[str], float, bool]:
     """What the step with the fault and the next one say, how long that takes, whether the courier is still there."""
-    spoil, small, _ = FAULTS[fault]
-    model, wire = attached(small)
+    spoil, _ = FAULTS[fault]
+    model, wire = attached()
     spoil(wire._reducer._pipeline)
     begin, messages = time.monotonic(), []
     for step in range(2):
@@ -155,10 +153,10 @@ def test_every_rank_hears_of_it_at_once(fault: str) -> None:
     workers = Workers(2, timeout=TIMEOUT)
     try:
         heard = workers.run(after, fault)
-        assert any(FAULTS[fault][2] in messages[0] for messages, _, _ in heard)
+        assert any(FAULTS[fault][1] in messages[0] for messages, _, _ in heard)
         for messages, seconds, alive in heard:
             # what the other one still had on its way when it failed may be heard of first, as a connection that closed
-            assert FAULTS[fault][2] in messages[0] or "gloo" in messages[0]
+            assert FAULTS[fault][1] in messages[0] or "gloo" in messages[0]
             assert messages[1] != "no error"
             assert seconds < SOON
             assert alive

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from gradwire.plan import Cost, Network, Work, choose, pays_below
+from gradwire.plan.choose import choose, pays_below
+from gradwire.plan.model import Cost, Network, Work
 
 WORK = Work((10_000_000,) * 4, 100.0, 300.0, 20.0)
 DENSE = Cost("dense", "sum", 4.0, 0.0, 0.01, 0.0, 0.0, 0.0, 1.0)

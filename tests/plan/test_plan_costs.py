@@ -9,8 +9,8 @@ from torch import Tensor
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout
 from gradwire.methods import METHODS, from_spec
-from gradwire.plan import Network, Work, predict
 from gradwire.plan.costs import SETTLE, Dry, measure
+from gradwire.plan.model import Network, Work, predict
 from gradwire.plan.typical import DENSITY, cost_of, work_of
 
 WORLD, REPEATS = 3, 4

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.crowding import crowded
+from gradwire.plan.model import Cost, Network, Work, predict
 
 NONE: dict[str, float] = {}
 WORK = Work((600_000, 400_000), 2.0, 3.0, 1.0, beside=0.0)

@@ -22,19 +22,6 @@ class HookState:
 
     def __init__(self, model: DistributedDataParallel, reducer: Reducer) -> None:
         self.model, self.reducer = weakref.ref(model), reducer
-        self.registered = False
-
-    def register(self) -> None:
-        """Every bucket comes here from now on."""
-        if self.registered:
-            return
-        model = self.model()
-        assert model is not None  # who asks for it holds it
-        try:
-            model.register_comm_hook(self, _hook)
-        except RuntimeError as error:
-            raise AttachError(f"DDP refuses a communication hook: {error}. Does the model have another one?") from error
-        self.registered = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copied or pickled model is not attached, and loads where gradwire is not installed."""
@@ -49,6 +36,14 @@ def _hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Te
     if reducer.over:
         raise GradwireError(WRAPPED_ANEW)
     return reducer.exchange(bucket)
+
+
+def _register(model: DistributedDataParallel, state: HookState) -> None:
+    """Every bucket goes to the state's reducer from now on."""
+    try:
+        model.register_comm_hook(state, _hook)
+    except RuntimeError as error:
+        raise AttachError(f"DDP refuses a communication hook: {error}. Does the model have another one?") from error
 
 
 def named_parameters(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
@@ -82,7 +77,8 @@ def attach_reducer(model: nn.Module, compressor: Compressor, scaler: Any, moment
     reducer = state.reducer
     try:
         reducer.use(compressor)
-        state.register()
+        if state is not found:
+            _register(ddp, state)
     except BaseException:
         reducer.close()
         raise
@@ -91,7 +87,7 @@ def attach_reducer(model: nn.Module, compressor: Compressor, scaler: Any, moment
 
 
 def _unhooked(model: DistributedDataParallel, scaler: Any, moments: dict[str, Any]) -> HookState:
-    """A reducer beside the model; `register` puts it in between."""
+    """A reducer beside the model; `_register` puts it in between."""
     if other := model._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
         if other == _hook.__qualname__:
             raise AttachError(

@@ -33,14 +33,10 @@ def _known(model: Any) -> str | None:
     model = getattr(model, "_orig_mod", model)  # torch.compile
     for kind in type(model).__mro__:
         package = kind.__module__.partition(".")[0]
-        say = KINDS.get((package, kind.__name__)) or KINDS.get((ALIASES.get(package, ""), kind.__name__))
-        if say is not None:
-            return say(model)
+        known = KINDS.get((ALIASES.get(package, package), kind.__name__))
+        if known is not None:
+            return known if isinstance(known, str) else known(model)
     return None
-
-
-def _is(text: str) -> Callable[[Any], str]:
-    return lambda model: text
 
 
 def _sharded(model: Any) -> str:
@@ -65,16 +61,16 @@ def _of_fabric(model: Any) -> str:
 
 
 # by package and class, of which the model's may be derived
-KINDS: dict[tuple[str, str], Callable[[Any], str]] = {
+KINDS: dict[tuple[str, str], str | Callable[[Any], str]] = {
     ("torch", "FullyShardedDataParallel"): _sharded,
     ("torch", "FSDPModule"): _sharded,
-    ("torch", "ReplicateModule"): _is(f"torch's replicate(), which has no hook for gradwire: {INSTEAD}"),
-    ("torch", "DDP"): _is(f"torch's replicate(), whose hook cannot be reached: {INSTEAD}"),
-    ("torch", "DataParallel"): _is(f"DataParallel, one process for all devices: start one for each and {INSTEAD}"),
-    ("deepspeed", "DeepSpeedEngine"): _is(f"DeepSpeed's engine, which sums gradients by itself: {INSTEAD}"),
+    ("torch", "ReplicateModule"): f"torch's replicate(), which has no hook for gradwire: {INSTEAD}",
+    ("torch", "DDP"): f"torch's replicate(), whose hook cannot be reached: {INSTEAD}",
+    ("torch", "DataParallel"): f"DataParallel, one process for all devices: start one for each and {INSTEAD}",
+    ("deepspeed", "DeepSpeedEngine"): f"DeepSpeed's engine, which sums gradients by itself: {INSTEAD}",
     ("lightning", "_FabricModule"): _of_fabric,
-    ("lightning", "LightningModule"): _is(LIGHTNING),
-    ("lightning", "Trainer"): _is(LIGHTNING),
-    ("lightning", "Strategy"): _is(LIGHTNING),
+    ("lightning", "LightningModule"): LIGHTNING,
+    ("lightning", "Trainer"): LIGHTNING,
+    ("lightning", "Strategy"): LIGHTNING,
 }
 ALIASES = {"pytorch_lightning": "lightning", "lightning_fabric": "lightning"}  # the same code, published twice

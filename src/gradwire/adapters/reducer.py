@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from gradwire.adapters import momentum_advice
-from gradwire.adapters import optimizer_hook as stepping
+from gradwire.adapters import momentum_advice, optimizer_hook
 from gradwire.adapters.unused_parameters import UnusedParameters
 from gradwire.codec.header import VERSION
 from gradwire.errors import SECOND_BACKWARD, WRAPPED_ANEW, GradwireError
@@ -24,9 +23,9 @@ from gradwire.exchange.courier import agree, courier_of
 from gradwire.exchange.pipeline import Backward, Job, Pipeline, recorded_event
 from gradwire.exchange.room import Capacity, RoomPlan
 from gradwire.exchange.step import Part
-from gradwire.exchange.sums import SmallBuckets, summed
+from gradwire.exchange.sums import summed
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Context, Sum, checked
+from gradwire.methods.base import Compressor, Context, Sum
 from gradwire.methods.dense import Dense
 from gradwire.state.by_name import Store
 from gradwire.version import __version__
@@ -63,7 +62,7 @@ class Reducer:
         self.recorder: Recorder | None = None
         self.unused = UnusedParameters(getattr(root, "find_unused_parameters", False))
         self.store = Store(self._bind)
-        self.meter = Meter(self.n_parameters, self.device)
+        self.meter = Meter(self.n_parameters)
         self.capacity = Capacity.of_model(root, self.parameters, self.world_size)
         self.budget = Budget(self.world_size)
         self.steps = 0
@@ -72,23 +71,21 @@ class Reducer:
         self.clock: Clock | None = None  # is told when buckets are ready and back
         self.between_steps: Callable[[], None] | None = None  # called after the optimizer's step, before a forward
         self._advised: Compressor | None = None
-        self._small: SmallBuckets | None = None
-        self._compressed: set[str] = set()  # tensors that may hold something back
         self._pipeline: Pipeline | None = None
         self._step = Backward(0, RoomPlan(dense=True), done=True)
         self._last_scale: Tensor | None = None
         self._updates: int | None = None  # the parameters' versions when the last exchange began
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        stepping.listen(self)
+        optimizer_hook.listen(self)
 
     @property
     def compressor(self) -> Compressor:
         """The one that was asked for last."""
         return self._next or self._compressor
 
-    def use(self, compressor: Compressor, small: SmallBuckets | None = None) -> None:
+    def use(self, compressor: Compressor) -> None:
         """Makes `compressor` the one in use. Collective: all ranks compare before anything is sent."""
-        agree(self.group, self._facts(checked(compressor)), self.device)
+        agree(self.group, self._facts(compressor), self.device)
         check(compressor, self.capacity)  # all ranks alike, so that none of them waits for one that was refused
         waits = not compressor.holds_back and self._compressor.holds_back and bool(self.store.residuals())
         working = self._compressor if waits else compressor  # in the step that comes
@@ -97,18 +94,23 @@ class Reducer:
             recorder = self._record()
         if working.kind != "sum" and pipeline is None:
             pipeline = Pipeline(courier_of(self.group), self.meter, self.capacity, self._end_step)
-        self.recorder, self._pipeline, self._small = recorder, pipeline, small  # nothing can fail from here on
+        self.recorder, self._pipeline = recorder, pipeline  # nothing can fail from here on
         if waits:
             self._next = compressor
         else:
             self._install(compressor)
 
-    def _record(self) -> Recorder:
+    @property
+    def root(self) -> nn.Module:
+        """The module whose forward is called."""
         root = self._root()
         assert root is not None  # who asks for it holds it
+        return root
+
+    def _record(self) -> Recorder:
         from gradwire.moments import Recorder  # what nobody else needs is not imported with gradwire
 
-        recorder = Recorder(root, self.parameters, **self._moments)
+        recorder = Recorder(self.root, self.parameters, **self._moments)
         recorder.passes.begin_step(self.steps)
         return recorder
 
@@ -119,7 +121,6 @@ class Reducer:
             self._stop_recording()
         if not compressor.holds_back:
             self.store.prune()
-            self._compressed.clear()
         if not compressor.needs_room:
             self.capacity.passed.clear()
         self.unused.watch(self.parameters if compressor.holds_back and self.recorder is None else {})
@@ -169,7 +170,7 @@ class Reducer:
         self.store.set({n: fields for n, fields in older.store.items() if n in same}, dict(older.store.powers))
         self.capacity.passed = {n: count for n, count in older.capacity.passed.items() if n in same}
         self.capacity.since_dense = older.capacity.since_dense
-        self.steps, self._compressed = older.steps, older._compressed & same
+        self.steps = older.steps
         self._install(older._compressor)
         self.budget.restore(older.budget.step_ns)
 
@@ -206,15 +207,8 @@ class Reducer:
         if self.clock is not None:
             self.clock.ready(layout)
         if isinstance(self._compressor, Sum):
-            future = self._sum(buffer, layout, self._compressor)
-            self._count_sum(layout)
-            return future
+            return self._sum(buffer, layout, self._compressor)
         assert self._pipeline is not None
-        if self._small is not None and self._is_small(layout, self._small):
-            self._consume(layout, buffer)
-            future = self._sum(buffer, layout, self._small.method)
-            return self._pipeline.beside(self._step, len(layout.slots), future)
-        self._compressed.update(layout.names)
         job = Job(
             bucket=self.store.buckets.get(layout) or self.store.bucket(layout, self._compressor, buffer.device),
             buffer=buffer,
@@ -231,8 +225,8 @@ class Reducer:
         plan = RoomPlan(dense=self._compressor.kind == "sum" or self._next is not None)
         if self._compressor.kind != "sum":
             self._check_begin()
-            if self._compressor.kind == "gather" and self._compressor.needs_room and self._next is None:
-                plan = self.capacity.plan(self._compressor.words, self._budgeted(), self._compressor.share)
+            if self._compressor.needs_room and self._next is None:
+                plan = self.capacity.plan(self._compressor.words, self.budget.n_bytes, self._compressor.share)
         self._step = Backward(
             self.steps,
             plan,
@@ -240,10 +234,6 @@ class Reducer:
             tensors_left=len(self.parameters),
             budget=self.budget if self.budget.rate is not None and self.budget.due else None,
         )
-
-    def _budgeted(self) -> int | None:
-        """Bytes that this step's messages may have; None: no budget."""
-        return self.budget.n_bytes if self.budget.rate is not None else self.budget.most
 
     def _check_begin(self) -> None:
         scale = None if self.scaler is None else self.scaler.scale(torch.ones((), device=self.device))
@@ -254,25 +244,6 @@ class Reducer:
                 raise GradwireError(SECOND_BACKWARD)
             self._step.take_back()  # the scaler found an inf in another model and left this one's step out too
         self._updates, self._last_scale = updates, scale
-
-    def capture(self, sample: Sequence[Tensor]) -> None:
-        """The model's forward and backward as CUDA graphs from now on."""
-        if self.device.type != "cuda":
-            raise GradwireError(f"capture makes CUDA graphs, and this model is on {self.device}")
-        if self.recorder is None:
-            raise GradwireError(
-                f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
-            )
-        root = self._root()
-        assert root is not None  # who asks for it holds it
-        from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
-
-        GraphedForward(self.recorder, getattr(root, "module", root), sample)
-
-    def release(self) -> None:
-        """Without graphs again."""
-        if self.recorder is not None:
-            self.recorder.release()
 
     def skip_step(self, *_: object) -> None:
         """The next backward is not a second one of the same step: an optimizer stepped, or was left out on purpose."""
@@ -325,22 +296,17 @@ class Reducer:
             return None
         return None if all(active) else torch.tensor(active, device=buffer.device)
 
-    def _is_small(self, layout: Layout, small: SmallBuckets) -> bool:
-        """Not if something of it is held back: a sum would leave that where it is."""
-        return layout.numel <= small.numel and self._compressed.isdisjoint(layout.names)
-
-    def _count_sum(self, layout: Layout) -> None:
-        """A step of sums alone is over when its last bucket is on its way."""
+    def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
+        """Without the courier: the step is over when its last bucket is on its way."""
+        context = Context(layout, self._step.number, world_size=self.world_size)
+        part = Part(self._step, method, None, context, buffer, buffer, buffer)
+        future = summed(part, self.group, self.meter, self._arrived)
         self._step.tensors_left -= len(layout.slots)
         if self._step.tensors_left == 0:
             self._step.done = True
             self.meter.end_step(dense=True)
             self._end_step(finite=True)
-
-    def _sum(self, buffer: Tensor, layout: Layout, method: Sum) -> Future[Tensor]:
-        context = Context(layout, self._step.number, world_size=self.world_size)
-        part = Part(self._step, method, None, context, buffer, buffer, buffer)
-        return summed(part, self.group, self.meter, self._arrived)
+        return future
 
     def _arrived(self) -> None:
         if self.clock is not None:

@@ -67,9 +67,7 @@ def attach(
 
 
 def _choosing(reducer: Reducer, methods: Sequence[Compressor]) -> Wire:
-    from gradwire.adapters.auto.method_chooser import (
-        MethodChooser,  # what nobody else needs is not imported with gradwire
-    )
+    from gradwire.adapters.auto.method_chooser import MethodChooser  # not imported with gradwire: few need it
 
     try:
         return Wire(reducer, MethodChooser(reducer, methods))
@@ -167,11 +165,22 @@ class Wire:
         For models of many small layers, where Python takes longer than the GPU. Other inputs and eval run as before.
         The gradients arrive together at the end of the backward, so nothing is sent while it runs.
         """
-        self._live().capture(sample)
+        reducer = self._live()
+        if reducer.device.type != "cuda":
+            raise GradwireError(f"capture makes CUDA graphs, and this model is on {reducer.device}")
+        if reducer.recorder is None:
+            raise GradwireError(
+                f"{self.compressor!r} needs no second moments: torch.cuda.make_graphed_callables captures such a model"
+            )
+        from gradwire.moments.cuda_graphs.graphed_forward import GraphedForward
+
+        GraphedForward(reducer.recorder, getattr(reducer.root, "module", reducer.root), sample)
 
     def release(self) -> None:
         """Undoes `capture`: for a model whose layers, hooks or frozen parameters change."""
-        self._live().release()
+        recorder = self._live().recorder
+        if recorder is not None:
+            recorder.release()
 
     def skip_step(self) -> None:
         """Call it when you leave out an optimizer step on purpose, after the backward."""

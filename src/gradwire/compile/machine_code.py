@@ -21,9 +21,7 @@ def machine_code(function: F) -> F:
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False}
     try:
         return cast(F, njit(cache=True, **options)(function))
-    except (
-        RuntimeError
-    ):  # neither the package's folder nor the user's can be written to: compiled anew in every process
+    except RuntimeError:  # neither the package's folder nor the user's can be written to: compiled in every process
         return cast(F, njit(**options)(function))
 
 

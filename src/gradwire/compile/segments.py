@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -13,6 +14,16 @@ from gradwire.layout import Layout
 Array = np.ndarray[Any, Any]
 
 
+def pieces(layout: Layout, *lengths: int) -> Iterator[tuple[int, int, int]]:
+    """(number of the tensor, begin, end) of every part of a tensor, cut at all multiples of these lengths."""
+    for number, slot in enumerate(layout):
+        begin, end = slot.offset, slot.offset + slot.numel
+        while begin < end:
+            stop = min(end, *((begin // length + 1) * length for length in lengths))
+            yield number, begin, stop
+            begin = stop
+
+
 class Segments:
     """Cut at the tensors, at the chunks of 2^28 places, and into as many parts as there are threads."""
 
@@ -21,13 +32,8 @@ class Segments:
         self.n_slots, self.n_chunks = len(layout), max(1, -(-layout.numel // chunk))
         step = max(1, -(-layout.numel // n_parts))
         cuts: list[tuple[int, int, int, int, int]] = []  # begin, end, slot, part, chunk
-        for number, slot in enumerate(layout):
-            begin, end = slot.offset, slot.offset + slot.numel
-            while begin < end:
-                part, piece = begin // step, begin // chunk
-                stop = min(end, (part + 1) * step, (piece + 1) * chunk)
-                cuts.append((begin, stop, number, part, piece))
-                begin = stop
+        for number, begin, end in pieces(layout, step, chunk):
+            cuts.append((begin, end, number, begin // step, begin // chunk))
         self.count = len(cuts)
         table = np.array(cuts, dtype=np.int64).reshape(-1, 5)
         self.begins, self.ends, self.slots, parts, self.chunks = (np.ascontiguousarray(column) for column in table.T)

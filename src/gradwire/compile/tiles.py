@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.compile.segments import pieces
 from gradwire.layout import Layout
 
 Array = np.ndarray[Any, Any]
@@ -23,11 +24,9 @@ class Tiles:
 
     def __init__(self, layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> None:
         self.size, self.group, self.numel, self.n_slots = size, group, layout.numel, len(layout)
-        pieces = list(_pieces(layout, chunk))
-        n_groups = [-(-(end - begin // ALIGN * ALIGN) // (size * group)) for _, _, begin, end in pieces]
-        slot, piece_chunk, begin, end = (
-            np.repeat(column, n_groups) for column in np.array(pieces, np.int64).reshape(-1, 4).T
-        )
+        cuts = list(pieces(layout, chunk))
+        n_groups = [-(-(end - begin // ALIGN * ALIGN) // (size * group)) for _, begin, end in cuts]
+        slot, begin, end = (np.repeat(column, n_groups) for column in np.array(cuts, np.int64).reshape(-1, 3).T)
         self.n_groups = len(slot)
         self.n_tiles = self.n_groups * group
         number = np.arange(self.n_groups) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
@@ -43,24 +42,14 @@ class Tiles:
         full = (highs - lows == size).reshape(-1)
         visits = (np.arange(self.n_tiles), np.repeat(slot, group), bases.reshape(-1) // ALIGN)
         self.whole, self.ragged = ([put(column[some], torch.int32) for column in visits] for some in (full, ~full))
-        self.slot, self.origin = put(slot, torch.int32), put(piece_chunk * chunk, torch.int64)  # [G]
+        self.slot, self.origin = put(slot, torch.int32), put(begin // chunk * chunk, torch.int64)  # [G]
         self.n_chunks = max(1, -(-layout.numel // chunk))
         self.first_of_slot = put(np.searchsorted(slot, np.arange(len(layout) + 1)), torch.int32)
-        self.first_of_chunk = put(np.searchsorted(piece_chunk, np.arange(self.n_chunks + 1)), torch.int32)
+        self.first_of_chunk = put(np.searchsorted(begin // chunk, np.arange(self.n_chunks + 1)), torch.int32)
         self.offset = put(np.array([slot.offset for slot in layout], np.int64), torch.int64)  # [K]
         self.length = put(np.array([slot.numel for slot in layout], np.int64), torch.int64)  # [K]
         self.end = self.offset + self.length
         self.all_live = torch.ones(max(1, len(layout)), dtype=torch.uint8, device=device)
-
-
-def _pieces(layout: Layout, chunk: int) -> Iterator[tuple[int, int, int, int]]:
-    """(tensor, chunk, begin, end) of every part of a tensor that lies in one chunk."""
-    for number, slot in enumerate(layout):
-        begin, end = slot.offset, slot.offset + slot.numel
-        while begin < end:
-            stop = min(end, (begin // chunk + 1) * chunk)
-            yield number, begin // chunk, begin, stop
-            begin = stop
 
 
 def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> Tiles:

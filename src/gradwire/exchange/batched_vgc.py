@@ -6,8 +6,6 @@ to the decoder's sum: no message is written, and its length is known from its ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,23 +13,12 @@ from torch import Tensor
 
 from gradwire import codec as kernels
 from gradwire.codec.header import WORD_BYTES
+from gradwire.exchange.counting import Counts
+from gradwire.exchange.step import Part, sound
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, Context, powers, tensors
+from gradwire.methods.base import Compressor, powers, tensors
 from gradwire.methods.strom import Strom
 from gradwire.methods.vgc import VGC
-
-
-@dataclass
-class Crossing:
-    """One step of all workers, on the device."""
-
-    mean: Tensor  # [N]
-    finite: Tensor  # bool []
-    passed: Tensor  # int32 [W, K]
-    sent: Tensor  # integers [W, K]
-    norm: Tensor  # [], |sent|_1 of all workers
-    undo: Callable[[], None]
-    n_bytes: int  # of one message
 
 
 def fits(compressor: Any, layout: Layout) -> bool:
@@ -71,21 +58,21 @@ class BatchedVGC:
         rows = zip(*(tensor.view(shape) for tensor in tensors(self.state)), strict=True)
         return [type(self.state)(*row) for row in rows]
 
-    def __call__(self, grads: Tensor, moments: Tensor, context: Context) -> Crossing:
-        """grads and moments are [W, N]."""
-        state, vgc, shape = self.state, self.vgc, (self.workers, len(self.layout))
-        kernel, chunk = kernels.select(grads.device), self.layout.numel
+    def exchange(self, part: Part) -> int:
+        """One part for all workers, gradients and moments [W, N]; the bytes of one message."""
+        context, vgc, shape = part.context, self.vgc, (self.workers, len(self.layout))
+        kernel, chunk = kernels.select(part.grad.device), self.layout.numel
         room = context.capacity * self.workers
-        chosen = vgc.choose(grads.flatten(), moments.flatten(), state, context, self.whole, room, chunk)
-        out, exponents = torch.zeros_like(grads[0]), chosen.exponents.view(shape)
+        chosen = vgc.choose(part.grad.flatten(), part.moment.flatten(), self.state, context, self.whole, room, chunk)
+        part.step.undo.append(chosen.undo)
         if sum(context.capacity):
-            words, sound = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)
-            kernel.add(words, chosen.counts[:, None], sound, exponents, self.layout, vgc.rule, kernels.CHUNK, out)
+            words, fine = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)
+            exponents = chosen.exponents.view(shape)
+            kernel.add(words, chosen.counts[:, None], fine, exponents, self.layout, vgc.rule, kernels.CHUNK, part.out)
         passed, sent = chosen.passed.view(shape), chosen.codes.sum(1).view(shape)
-        n_bytes = WORD_BYTES * vgc.shape(context).words
-        return Crossing(
-            out, chosen.finite, passed, sent, vgc.norm(chosen.codes, chosen.exponents), chosen.undo, n_bytes
-        )
+        part.arrival = sound(chosen.finite, passed.amax(0))
+        part.counts = Counts(sent.sum(0), passed.clamp(min=0).sum(0), vgc.norm(chosen.codes, chosen.exponents))
+        return WORD_BYTES * vgc.shape(context).words
 
     def _words(self, chosen: kernels.Selection, room: int) -> Tensor:
         """[W, room]: behind a worker's last word there are others'."""

@@ -44,9 +44,9 @@ class Budget:
 
     def __init__(self, world_size: int) -> None:
         self.messages = max(1, world_size - 1)  # that a link carries upwards for each one that is sent
-        self.most: int | None = None
         self.rate: float | None = None
         self.step_ns = 0  # what all ranks agreed on; 0: nothing yet
+        self.n_bytes: int | None = None  # None: no budget. 0, before a step was measured: the least
         self._least = 0  # bytes that a step needs
         self._warned = False
         self._asked: Flight | None = None
@@ -59,9 +59,8 @@ class Budget:
     def use(self, compressor: Compressor, capacity: Capacity) -> None:
         """The budget of this compressor from the next step on."""
         before, self.rate = self.rate, compressor.most_rate
-        self.most = compressor.most_bytes
-        if before is None or self.rate is None:
-            self.step_ns = 0  # no step was measured, or none is to be
+        self.n_bytes = compressor.most_bytes
+        self._agreed(0 if before is None or self.rate is None else self.step_ns)  # none was measured, or is to be
         if self.rate != before:
             self._warned = False
             self._begin()
@@ -69,19 +68,18 @@ class Budget:
 
     def restore(self, step_ns: int) -> None:
         """Goes on with a time of another run."""
-        self.step_ns = step_ns
+        self._agreed(step_ns)
         self._begin()
 
-    @property
-    def n_bytes(self) -> int | None:
-        """None: no budget. 0, before a step was measured: the least."""
-        return self.most if self.rate is None else int(self.rate * self.step_ns / 1e9 / self.messages)
+    def _agreed(self, step_ns: int) -> None:
+        self.step_ns = step_ns
+        if self.rate is not None:
+            self.n_bytes = int(self.rate * step_ns / 1e9 / self.messages)
 
     def end_step(self) -> None:
-        """Looks at the clock."""
-        if self.rate is not None:
-            self._ends.append(time.perf_counter_ns())
-            self._n_ends += 1
+        """Looks at the clock: for a rate alone."""
+        self._ends.append(time.perf_counter_ns())
+        self._n_ends += 1
 
     @property
     def due(self) -> bool:
@@ -107,7 +105,7 @@ class Budget:
         figures, self._asked = self._asked.wait().flatten().tolist(), None
         figure = statistics.median_low(figures)
         if abs(figure - self.step_ns) > MOVED * self.step_ns:
-            self.step_ns = figure
+            self._agreed(figure)
         if self.n_bytes is not None and self.n_bytes < self._least and not self._warned:
             self._warned = True
             needed = 8 * self._least * self.messages / self.step_ns * 1e3

@@ -79,9 +79,8 @@ def scalars(stats: Stats) -> dict[str, float]:
 class Meter:
     """Counts as the steps go by; the courier's thread and the backward's both write here."""
 
-    def __init__(self, n_parameters: int, device: torch.device) -> None:
+    def __init__(self, n_parameters: int) -> None:
         self.n_parameters = n_parameters
-        self._device = device
         self._lock = threading.Lock()
         self.reset()
 
@@ -110,22 +109,15 @@ class Meter:
 
     def elements(self, layout: Layout, counts: Counts) -> None:
         """Elements of one bucket."""
-        if counts.sent is None or counts.norm is None:
-            self.everything(layout, counts.norm)
-            return
-        passed = counts.sent if counts.passed is None else counts.passed
         with self._lock:
-            self._pending.append((layout, counts.sent, passed))
-            self._norms.append(counts.norm)
+            if counts.norm is not None:
+                self._norms.append(counts.norm)
+            if counts.sent is None:
+                self._elements.update({slot.name: slot.numel for slot in layout.slots})
+                return
+            self._pending.append((layout, counts.sent, counts.sent if counts.passed is None else counts.passed))
             if len(self._pending) > 256:
                 self._fold()
-
-    def everything(self, layout: Layout, norm: Tensor | None = None) -> None:
-        """A bucket whose every element was sent."""
-        with self._lock:
-            self._elements.update({slot.name: slot.numel for slot in layout.slots})
-            if norm is not None:
-                self._norms.append(norm)
 
     def end_step(self, dense: bool) -> None:
         with self._lock:

@@ -31,6 +31,7 @@ ALONE = (
     "the likely reason is that not all ranks call it, in the same order, or that one has ended ({})"
 )
 TEXT = 160  # bytes of each fact that are shown when ranks disagree
+FACT = 32 + TEXT  # bytes of each fact that are compared
 
 
 @dataclass(eq=False)
@@ -162,27 +163,35 @@ def _timeout(group: dist.ProcessGroup) -> timedelta | None:
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def device_of(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where this group's collectives take their tensors; `device`: this rank's."""
+    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+def gathered(mine: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """As many bytes of every rank, in rank order. Collective; `device`: this rank's."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device_of(group, device))
+    received = sent.new_empty(dist.get_world_size(group) * len(sent))
+    all_gather(received, sent, group=group)
+    return [bytes(row.tolist()) for row in received.cpu().chunk(dist.get_world_size(group))]
+
+
 def agree(group: dist.ProcessGroup, facts: Mapping[str, str], device: torch.device) -> None:
     """Raises on every rank when any fact differs between ranks. Collective, of a fixed size; `device`: this rank's.
 
     Unequal sizes make Gloo abort one rank and hand another truncated data without an error; so this comes first.
     """
     mine = b"".join(_digest(key, value) for key, value in facts.items())
-    device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    world_size = dist.get_world_size(group)
-    received = sent.new_empty(world_size * len(sent))
     began = time.monotonic()
     try:
-        all_gather(received, sent, group=group)
-        rows = received.view(world_size, len(facts), -1).cpu()
+        rows = gathered(mine, group, device)
     except RuntimeError as error:
         raise GradwireError(ALONE.format(dist.get_rank(group), time.monotonic() - began, error)) from error
     for number, key in enumerate(facts):
-        column = [bytes(row.tolist()) for row in rows[:, number]]
+        column = [row[number * FACT :][:FACT] for row in rows]
         if len(set(column)) > 1:
             shown = (
-                f"rank {rank}: {fact[32:].rstrip(bytes(1)).decode(errors='replace')}"
+                f"rank {rank}: {fact[-TEXT:].rstrip(bytes(1)).decode(errors='replace')}"
                 for rank, fact in enumerate(column)
             )
             raise DisagreementError(f"the ranks do not have the same {key}. " + "; ".join(shown))

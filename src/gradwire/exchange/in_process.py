@@ -15,12 +15,11 @@ from gradwire.errors import AttachError
 from gradwire.exchange.batched_vgc import BatchedVGC, carried_over, fits
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
-from gradwire.exchange.in_process_graph import FIRST, CapturedStep, repeats
-from gradwire.exchange.lockstep import in_lockstep
+from gradwire.exchange.lockstep import FIRST, CapturedStep, in_lockstep
 from gradwire.exchange.room import Capacity, RoomPlan, most_buckets
-from gradwire.exchange.step import Part, Step
+from gradwire.exchange.step import Part, Step, sound
 from gradwire.layout import Layout
-from gradwire.methods.base import Arrival, Compressor, Context, powers, tensors
+from gradwire.methods.base import Compressor, Context, powers, tensors
 
 CPU = torch.device("cpu")
 Rows = Sequence[Tensor] | Tensor  # a vector [N] of each worker
@@ -55,8 +54,7 @@ class InProcess:
     ) -> None:
         numels, n_bytes = {slot.name: slot.numel for slot in layout}, WORD_BYTES * layout.numel
         self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes))  # heads as those of real workers
-        self.needs_room = compressor.needs_room
-        self.planned = planned and self.needs_room
+        self.planned = planned and compressor.needs_room
         self._check(compressor)
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
         self.batched: BatchedVGC | None = None
@@ -66,10 +64,10 @@ class InProcess:
         else:
             self.states = [compressor.init(layout, device) for _ in range(world_size)]
         self.repeated: CapturedStep | None = None
-        self._repeats = batched and repeats(compressor, device)
+        self._repeats = batched and device.type == "cuda" and compressor.alike
         self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
-        self.meter = Meter(layout.numel * world_size, device)  # of all workers together
+        self.meter = Meter(layout.numel * world_size)  # of all workers together
 
     def use(self, compressor: Any) -> None:
         """The same method with other options."""
@@ -102,10 +100,10 @@ class InProcess:
         capacity: tuple[int, ...] = ()
         density = None
         if self.planned:
-            wanted = (self.compressor.most_bytes, self.compressor.share)
-            plan = self.capacity.plan(self.compressor.words, *wanted)
+            method = self.compressor
+            plan = self.capacity.plan(method.words, method.most_bytes, method.share)
             capacity, dense, density = self.capacity.of(self.layout, plan), plan.dense, plan.density
-        elif self.needs_room:
+        elif self.compressor.needs_room:
             rooms = self.rooms if self.rooms is not None else tuple(slot.numel for slot in self.layout)
             capacity = (0,) * len(self.layout) if dense else rooms
         return Context(self.layout, self.number, capacity, active, self.world_size, dense, density=density)
@@ -135,7 +133,7 @@ class InProcess:
             n_bytes = in_lockstep(parts)
         mean = parts[0].out
         if parts[0].arrival is None:  # a sum
-            parts[0].arrival = Arrival(torch.isfinite(mean).all(), None, mean.new_zeros((), dtype=torch.bool), _fine)
+            parts[0].arrival = sound(torch.isfinite(mean).all())
         step.arrived(parts[0])
         undo = list(step.undo)
         finite = step.finish(self.capacity)
@@ -156,19 +154,16 @@ class InProcess:
         self, step: Step, batched: BatchedVGC, grads: Tensor, moments: Tensor, context: Context
     ) -> tuple[list[Part], int]:
         """All workers in one call of each kernel, no message is written: one part for all of them."""
-        crossed = batched(grads, moments, context)
-        part = Part(step, self.compressor, self.states[0], context, grads, moments, crossed.mean)
-        step.undo.append(crossed.undo)
-        none = crossed.finite.new_zeros((), dtype=torch.bool)
-        part.arrival = Arrival(crossed.finite, crossed.passed.amax(0), none, _fine)
-        part.counts = Counts(crossed.sent.sum(0), crossed.passed.clamp(min=0).sum(0), crossed.norm)
+        out = torch.zeros_like(grads[0])
+        part = Part(step, self.compressor, self.states[0], context, grads, moments, out)
+        n_bytes = batched.exchange(part)
         if not context.dense:
-            return [part], crossed.n_bytes
+            return [part], n_bytes
         waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
         part.out = torch.stack(waiting).sum(0)
         for state in self.states:
             step.clear.append(partial(self.compressor.clear, state, context))
-        return [part], crossed.n_bytes + part.out.nbytes
+        return [part], n_bytes + part.out.nbytes
 
     def _count(self, parts: Sequence[Part], n_bytes: int, dense: bool) -> None:
         """Bytes and elements of all workers, and |sent|_1."""
@@ -178,7 +173,7 @@ class InProcess:
         counts, asked, norms = ([one for one in column if one is not None] for column in columns)
         if dense or not counts:
             for _ in range(self.world_size):
-                self.meter.everything(self.layout)
+                self.meter.elements(self.layout, Counts())
         else:
             passed = torch.stack(asked).clamp_(min=0).sum(0) if asked else None
             self.meter.elements(self.layout, Counts(torch.stack(counts).sum(0), passed, torch.stack(norms).sum()))
@@ -196,7 +191,3 @@ def _held(compressor: Compressor) -> set[str]:
 
 def _rows(vectors: Rows) -> Tensor:
     return vectors if isinstance(vectors, Tensor) else torch.stack(list(vectors))
-
-
-def _fine() -> None:
-    """Of what nobody has sent."""

@@ -48,18 +48,6 @@ class Job:
     n_received: int = 0
     laps: list[Lap] = field(default_factory=list)
 
-    def part(self, step: Step, method: Compressor, context: Context) -> Part:
-        """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
-        grad, moment = self.buffer.float(), self.bucket.moment
-        if self.scale is not None:
-            grad, moment = grad / self.scale, moment / self.scale / self.scale
-        out = self.buffer if self.buffer.dtype == torch.float32 else torch.empty_like(grad)
-        return Part(step, method, self.bucket.state, context, grad, moment, out)
-
-    def take(self, mean: Tensor) -> None:
-        """The mean, in units of the scale."""
-        self.buffer.copy_(mean if self.scale is None else mean.mul_(self.scale))
-
 
 @dataclass
 class Backward(Step):
@@ -68,13 +56,7 @@ class Backward(Step):
     tensors_left: int = 0  # of the model: DDP's own word for the last bucket is wrong in a static graph's first step
     budget: Budget | None = None  # where the ranks gather how long their steps take
     jobs: list[Job] = field(default_factory=list)
-    beside: list[Future[bool]] = field(default_factory=list)  # of tensors that are summed without the courier
     done: bool = False
-
-    @property
-    def futures(self) -> list[Future[Any]]:
-        """Somebody waits for each."""
-        return [*(job.future for job in self.jobs), *self.beside]
 
 
 class Pipeline:
@@ -95,25 +77,12 @@ class Pipeline:
 
         self._courier.submit(send)
 
-    def beside(self, step: Backward, n_tensors: int, summed: Future[Tensor]) -> Future[Tensor]:
-        """Tensors of a step that are summed without the courier: resolved with the step all the same."""
-        done: Future[bool] = Future()
-        step.beside.append(done)
-        self._courier.submit(lambda: self._guarded(step, lambda: self._arrived(step, n_tensors)))
-
-        def resolve(done: Future[bool]) -> Tensor:
-            finite = done.wait()  # raises what the step did
-            return summed.wait() if finite else summed.wait().fill_(float("nan"))
-
-        return done.then(resolve)
-
     def _send(self, method: Compressor, step: Backward, job: Job) -> None:
         """Encodes and begins to send; what follows is work behind the buckets that are ready by now."""
-        context = self._context(method, step, job)
         if step.budget is not None:
             step.budget.ask(self._courier, job.buffer.device)
         begin = _mark(job)
-        part = job.part(step, method, context)
+        part = self._part(method, step, job)
         talk = exchange(part)
         ask = next(talk)
         job.laps.append(("encode", begin, _mark(job)))
@@ -123,11 +92,18 @@ class Pipeline:
         else:  # from beginning to end: all ranks must begin the later sums of a bucket in the same order too
             self._receive(step, job, part, talk, flights)
 
-    def _context(self, method: Compressor, step: Backward, job: Job) -> Context:
-        layout, plan, courier = job.bucket.layout, step.plan, self._courier
-        capacity = self._room.of(layout, plan) if method.needs_room else ()
-        common = (layout, step.number, capacity, job.active, courier.world_size, plan.dense, courier.rank)
-        return Context(*common, density=plan.density)
+    def _part(self, method: Compressor, step: Backward, job: Job) -> Part:
+        """Gradient and moment in float32 and units of 1: g / S and m / S^2."""
+        bucket, plan, courier = job.bucket, step.plan, self._courier
+        capacity = self._room.of(bucket.layout, plan) if method.needs_room else ()
+        context = Context(
+            bucket.layout, step.number, capacity, job.active, courier.world_size, plan.dense, courier.rank, plan.density
+        )
+        grad, moment = job.buffer.float(), bucket.moment
+        if job.scale is not None:
+            grad, moment = grad / job.scale, moment / job.scale / job.scale
+        out = job.buffer if job.buffer.dtype == torch.float32 else torch.empty_like(grad)
+        return Part(step, method, bucket.state, context, grad, moment, out)
 
     def _begin(self, job: Job, ask: Ask) -> tuple[Flight | None, Flight | None]:
         """Begins what was asked for, and counts its bytes."""
@@ -153,17 +129,14 @@ class Pipeline:
             there = _mark(job)
             ask = answered(talk, answer)
             if ask is None:
-                job.take(part.out)
+                job.buffer.copy_(part.out if job.scale is None else part.out.mul_(job.scale))
             job.laps += [("exchange", begin, there), ("decode", there, _mark(job))]
             if ask is None:
                 break
             flights = self._begin(job, ask)
         self._meter.bucket(part.context.layout, (job.n_sent, job.n_received, job.buffer.nbytes), part.counts, job.laps)
         step.arrived(part)
-        self._arrived(step, len(part.context.layout.slots))
-
-    def _arrived(self, step: Backward, n_tensors: int) -> None:
-        step.tensors_left -= n_tensors
+        step.tensors_left -= len(part.context.layout.slots)
         if step.tensors_left == 0:
             self._finish(step)
 
@@ -187,24 +160,16 @@ class Pipeline:
         self._end_step(finite)
         for job in step.jobs:
             job.future.set_result(job.buffer)
-        for future in step.beside:
-            future.set_result(finite)
         step.jobs.clear()
 
     # ---- what goes wrong
 
     def _do(self, step: Backward, job: Job, piece: Callable[[], None]) -> None:
-        def on_stream() -> None:
-            with self._on_stream(job):
-                piece()
-
-        self._guarded(step, on_stream)
-
-    def _guarded(self, step: Backward, piece: Callable[[], None]) -> None:
         try:
             if self._error is not None:
                 raise RuntimeError(f"an earlier exchange failed: {_in_words(self._error)}") from self._error
-            piece()
+            with self._on_stream(job):
+                piece()
         except BaseException as error:  # nobody waits for this thread: the futures carry the error to the backward
             self._fail(step, error)
 
@@ -220,8 +185,8 @@ class Pipeline:
                     step.take_back()
                 except BaseException as second:
                     error = self._error = GradwireError(f"{_in_words(error)}. {_in_words(second)}")
-        for future in step.futures:
-            _hand(future, error)
+        for job in step.jobs:
+            _hand(job.future, error)
 
     def abandon(self, step: Backward) -> None:
         """Takes back a step that nobody will finish, after what of it is on its way."""

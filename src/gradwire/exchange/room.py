@@ -15,6 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ REST = 8
 # room covers (on digits 4 to 7 % of the passing elements wait a step); more room would be paid in every step.
 HEADROOM = 1.125
 HEAD_WORDS = 14  # at most, a tensor's share of its message's head
-STEPS = 20  # halvings in search of a scale: finer than one element in a million
+SCALES = 1 << 20  # that a room may be scaled down to: finer than one element in a million
 # Densities have four digits, down to 1e-9, which is one element of every tensor: a finer one would fit no better, and
 # would make new tables on a GPU for it.
 DECADES, EACH = 9, 9000
@@ -85,8 +86,7 @@ class Capacity:
     buckets: int = 1  # of a step at most
     passed: dict[str, int] = field(default_factory=dict)
     since_dense: int = REST
-    _found: tuple[tuple[Words, int], float] | None = field(default=None, repr=False, compare=False)
-    _cheap: tuple[tuple[Words, float], bool] | None = field(default=None, repr=False, compare=False)
+    _known: tuple[tuple[Any, ...], float | None] = field(default=((), None), repr=False, compare=False)
 
     @classmethod
     def of_model(cls, root: nn.Module, parameters: Mapping[str, Tensor], world_size: int) -> Capacity:
@@ -101,10 +101,10 @@ class Capacity:
 
         budget: bytes that one worker's messages may have; density: the method's own.
         """
-        if budget is not None:
-            return RoomPlan(dense=False, density=self.density(words, budget))
-        if density is not None and self._is_cheap(words, density):
-            return RoomPlan(dense=False, density=density)
+        if self._known[0] != (words, budget, density):
+            self._known = (words, budget, density), self._density(words, budget, density)
+        if self._known[1] is not None:
+            return RoomPlan(dense=False, density=self._known[1])
         if not self.passed:
             return RoomPlan(dense=True)
         limit = self.dense_bytes // (2 * self.world_size) - HEAD_WORDS * len(self.passed)
@@ -113,6 +113,18 @@ class Capacity:
             return RoomPlan(dense=True)
         return RoomPlan(dense=False, scale=1.0 if fits else self._scale(words, limit))
 
+    def _density(self, words: Words, budget: int | None, density: float | None) -> float | None:
+        """The largest that fits the budget, else the least; or the method's own. None: rooms follow what passed.
+
+        Messages that would cost more than the all-reduce are none of a density.
+        """
+        most = 2 * self.dense_bytes // self.world_size  # bytes of a worker's messages that cost as much
+        if budget is not None:
+            places, limit = range(DECADES * EACH + 1), min(budget, most)
+            place = bisect_right(places, limit, lo=1, key=lambda place: self._bytes(words, density_at(place)))
+            return density_at(place - 1)
+        return density if density is not None and self._bytes(words, density) <= most else None
+
     def _need(self, words: Words, scale: float) -> int:
         """Words of a step's messages without their heads."""
         rooms = ((self.numels[name], math.floor(padded(count) * scale)) for name, count in self.passed.items())
@@ -120,31 +132,8 @@ class Capacity:
 
     def _scale(self, words: Words, limit: int) -> float:
         """The largest part of every room that fits together, to a millionth."""
-        fits, exceeds = 0.0, 1.0
-        for _ in range(STEPS):
-            middle = (fits + exceeds) / 2
-            fits, exceeds = (middle, exceeds) if self._need(words, middle) <= limit else (fits, middle)
-        return fits
-
-    def density(self, words: Words, budget: int) -> float:
-        """The largest one whose messages fit the budget, and cost no more than the all-reduce; else the least."""
-        if self._found is None or self._found[0] != (words, budget):
-            limit = min(budget, self._most_bytes)
-            places = range(DECADES * EACH + 1)
-            place = bisect_right(places, limit, lo=1, key=lambda place: self._bytes(words, density_at(place)))
-            self._found = (words, budget), density_at(place - 1)
-        return self._found[1]
-
-    def _is_cheap(self, words: Words, density: float) -> bool:
-        """Whether its messages cost no more than the all-reduce."""
-        if self._cheap is None or self._cheap[0] != (words, density):
-            self._cheap = (words, density), self._bytes(words, density) <= self._most_bytes
-        return self._cheap[1]
-
-    @property
-    def _most_bytes(self) -> int:
-        """Of a worker's messages of a step, which then cost as much as the all-reduce."""
-        return 2 * self.dense_bytes // self.world_size
+        place = bisect_right(range(SCALES), limit, lo=1, key=lambda place: self._need(words, place / SCALES))
+        return (place - 1) / SCALES
 
     def least(self, words: Words) -> int:
         """Bytes of the smallest messages of a step: one element of every tensor."""
@@ -155,7 +144,7 @@ class Capacity:
         layout = Layout.of((name, (numel,)) for name, numel in self.numels.items())
         rooms = zip(layout.slots, Quota.of(layout, density).counts, strict=True)
         bodies = sum(words(slot.numel, min(above(wanted), slot.numel)) for slot, wanted in rooms)
-        tensors, buckets = len(layout.slots), min(self.buckets, len(layout.slots))
+        tensors, buckets = len(layout), min(self.buckets, len(layout))
         chunks = buckets + layout.numel // CHUNK
         return WORD_BYTES * (bodies + FIXED * buckets + chunks + 2 * tensors + (tensors + 3 * buckets) // 4)
 
@@ -163,18 +152,13 @@ class Capacity:
         """Elements that fit into this bucket's message, by tensor."""
         if plan.dense:
             return (0,) * len(layout.slots)
-        if plan.density is not None:
-            return self._by_density(layout, plan.density)
+        if plan.density is not None:  # as much as is wanted, or as little as passed
+            every = zip(layout.slots, map(above, Quota.of(layout, plan.density).counts), strict=True)
+            return tuple(min(room, slot.numel, padded(self.passed.get(slot.name, room))) for slot, room in every)
         # a tensor that had no gradient so far is about to be looked at for the first time
         counts = (self.passed.get(slot.name, slot.numel // 4) for slot in layout.slots)
-        wanted = (math.floor(padded(count) * plan.scale) for count in counts)
-        return tuple(min(room, slot.numel) for room, slot in zip(wanted, layout.slots, strict=True))
-
-    def _by_density(self, layout: Layout, density: float) -> tuple[int, ...]:
-        """As much as is wanted, or as little as passed."""
-        every = zip(layout.slots, Quota.of(layout, density).counts, strict=True)
-        rooms = ((slot, above(wanted)) for slot, wanted in every)
-        return tuple(min(room, slot.numel, padded(self.passed.get(slot.name, room))) for slot, room in rooms)
+        rooms = (math.floor(padded(count) * plan.scale) for count in counts)
+        return tuple(min(room, slot.numel) for room, slot in zip(rooms, layout.slots, strict=True))
 
     def note(self, layout: Layout, passed: Sequence[int]) -> None:
         """Takes the counts of one bucket; a parameter that no rank had a gradient for keeps its last one."""

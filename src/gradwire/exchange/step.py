@@ -41,7 +41,6 @@ class Answer:
     total: Tensor | None = None
 
 
-NONE = Counts()
 Talk = Generator[Ask, Answer, None]
 
 
@@ -58,7 +57,7 @@ class Part:
     out: Tensor  # [N]: the mean over the ranks
     finite: Tensor | None = None  # bool []: of this worker's gradient, where the message does not say it
     arrival: Arrival | None = None
-    counts: Counts = NONE  # for the statistics
+    counts: Counts = field(default_factory=Counts)  # for the statistics
 
 
 def exchange(part: Part) -> Talk:
@@ -105,20 +104,19 @@ def _in_rounds(part: Part, method: Rounds) -> Talk:
     context = part.context
     talk = (method.everything if context.dense else method.rounds)(part.grad, part.state, context)
     summand = next(talk)
-    while True:
-        answer = yield Ask(summand=summand)
-        assert answer.total is not None
-        try:
+    try:
+        while True:
+            answer = yield Ask(summand=summand)
+            assert answer.total is not None
             summand = talk.send(answer.total)
-        except StopIteration as end:
-            outcome = end.value
-            break
+    except StopIteration as end:
+        outcome = end.value
     if context.dense:
         _will_be_cleared(part)
     part.step.undo.append(outcome.undo)
     part.out = outcome.mean
     part.counts = Counts(outcome.sent, None, outcome.sent_norm)
-    part.arrival = Arrival(outcome.finite, None, torch.zeros_like(outcome.finite), _fine)
+    part.arrival = sound(outcome.finite)
 
 
 def _summed(part: Part, method: Sum) -> Talk:
@@ -138,8 +136,9 @@ def _will_be_cleared(part: Part) -> None:
     step.clear.append(lambda: method.clear(state, context))
 
 
-def _fine() -> None:
-    """Of sums, which torch checks."""
+def sound(finite: Tensor, passed: Tensor | None = None) -> Arrival:
+    """Of sums, which torch checks, and of messages that nobody has written."""
+    return Arrival(finite, passed, torch.zeros_like(finite), lambda: None)
 
 
 def _snapshot(state: State) -> Callable[[], None]:

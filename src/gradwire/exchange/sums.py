@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from gradwire.exchange.counting import Mark, Meter
+from gradwire.exchange.counting import Counts, Mark, Meter
 from gradwire.exchange.step import Answer, Part, answered, exchange
-from gradwire.methods.base import Sum
-
-
-@dataclass(frozen=True)
-class SmallBuckets:
-    """Buckets of at most so many elements are summed, whatever the method of the others is."""
-
-    numel: int
-    method: Sum
 
 
 def summed(part: Part, group: dist.ProcessGroup, meter: Meter, on_arrival: Callable[[], None]) -> Future[Tensor]:
@@ -29,7 +19,7 @@ def summed(part: Part, group: dist.ProcessGroup, meter: Meter, on_arrival: Calla
     talk = exchange(part)
     ask = next(talk)
     meter.count(ask.n_bytes, ask.n_bytes, n_dense)
-    meter.everything(layout)
+    meter.elements(layout, Counts())
     work = dist.all_reduce(ask.summand, group=group, async_op=True)
     assert work is not None
 

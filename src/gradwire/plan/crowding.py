@@ -30,11 +30,8 @@ def crowded(
     by = min(max(plain_ms / work.compute_ms, 1.0), SCALE[1]) if work.compute_ms else 1.0
     names = ("forward_ms", "backward_ms", "after_ms")
     work = replace(work, **{name: by * getattr(work, name) for name in names})
-    scaled = []
-    for spec, cost in costs.items():
-        extra_ms = laps[spec] - plain_ms - meetings.get(spec, 0.0)
-        scaled.append(_scaled(cost, work, before_ms, by, world_size, extra_ms))
-    return work, scaled
+    extra_ms = {spec: laps[spec] - plain_ms - meetings.get(spec, 0.0) for spec in costs}
+    return work, [_scaled(cost, work, before_ms, by, world_size, extra_ms[spec]) for spec, cost in costs.items()]
 
 
 def _scaled(cost: Cost, work: Work, before_ms: float, by: float, world_size: int, extra_ms: float) -> Cost:

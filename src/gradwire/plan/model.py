@@ -1,4 +1,4 @@
-"""The cost model: how long a step takes, from the link, the model's own times and what a method costs. Pure Python.
+"""The cost model: how long a step takes, from the link, the model's own times and what a method costs.
 
 W workers, S bytes of a bucket that one worker hands over, all on a ring: an all-reduce brings 2 (W-1)/W S over every
 link in 2 (W-1) hops, an all-gather (W-1) S in W-1 hops. What overlaps and what does not is in `predict`.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
+
+import numpy as np
 
 FLOAT_BYTES = 4
 NS_PER_MS = 1e6
@@ -32,8 +34,6 @@ class Network:
             raise ValueError(f"a link's rate must be more than 0 Mbit/s, not {self.mbit}")
         if not 0 <= self.latency_ms < math.inf:
             raise ValueError(f"a link's latency must be 0 ms or more, not {self.latency_ms}")
-        if any(not min(point) > 0 for point in self.curve):
-            raise ValueError(f"the sizes and shares of a curve must be more than 0: {self.curve}")
 
     def transfer_ms(self, n_bytes: float) -> float:
         """How long so many bytes keep a link busy."""
@@ -41,31 +41,25 @@ class Network:
 
     def collective_ms(self, n_bytes: float, gather: bool) -> float:
         """One collective that brings so many bytes over every link; beyond the largest measured it keeps its pace."""
-        known = min(n_bytes, self.curve[-1][0]) if self.curve else n_bytes
-        known_ms = (self.transfer_ms(known) + self.hops_ms(gather)) * self._share(known, gather)
-        return known_ms + self.transfer_ms(n_bytes - known) * self._pace(gather)
+        if self.curve and n_bytes > (largest := self.curve[-1][0]):
+            return self.collective_ms(largest, gather) + self.transfer_ms(n_bytes - largest) * self._pace(gather)
+        return (self.transfer_ms(n_bytes) + self.hops_ms(gather)) * self._share(n_bytes, gather)
 
     def _pace(self, gather: bool) -> float:
         """What more bytes take, as a share of what `mbit` says: as between the two largest that were measured."""
         if len(self.curve) < 2:
             return 1.0
-        (smaller, largest), column = self.curve[-2:], 2 if gather else 1
-        less, more = (
-            (self.transfer_ms(point[0]) + self.hops_ms(gather)) * point[column] for point in (smaller, largest)
-        )
-        plain_ms = self.transfer_ms(largest[0] - smaller[0])
-        return max(0.5, (more - less) / plain_ms) if plain_ms else 1.0
+        smaller, largest = (point[0] for point in self.curve[-2:])
+        plain_ms = self.transfer_ms(largest - smaller)
+        more_ms = self.collective_ms(largest, gather) - self.collective_ms(smaller, gather)
+        return max(0.5, more_ms / plain_ms) if plain_ms else 1.0
 
     def _share(self, n_bytes: float, gather: bool) -> float:
         """Straight lines between the points of the curve, all on a logarithmic scale; level beyond its ends."""
         if not self.curve or n_bytes <= 0:
             return 1.0
-        points = [(math.log(point[0]), math.log(point[2 if gather else 1])) for point in self.curve]
-        place = min(max(math.log(n_bytes), points[0][0]), points[-1][0])
-        for (left, low), (right, high) in pairwise(points):
-            if place <= right:
-                return math.exp(low + (high - low) * (place - left) / (right - left))
-        return math.exp(points[-1][1])
+        sizes, sums, gathers = np.log(self.curve).T
+        return math.exp(np.interp(math.log(n_bytes), sizes, gathers if gather else sums))
 
     def on_link(self, n_bytes: float, gather: bool) -> float:
         """Bytes that pass each link when every worker hands so many to one collective."""
@@ -86,14 +80,6 @@ class Work:
     after_ms: float  # optimizer and whatever follows
     ready: tuple[float, ...] = ()  # when each bucket is ready, as a share of the backward; (): evenly by elements
     beside: float = 1.0  # the share of the courier's work that costs the backward nothing; 0: it takes the same cores
-
-    def __post_init__(self) -> None:
-        if not self.buckets or min(self.buckets) < 1:
-            raise ValueError(f"a step has buckets of at least 1 element, not {self.buckets}")
-        if self.ready and len(self.ready) != len(self.buckets):
-            raise ValueError(f"{len(self.buckets)} buckets, but times for {len(self.ready)}")
-        if not min(self.forward_ms, self.backward_ms, self.after_ms) >= 0:
-            raise ValueError(f"the times of a step must be 0 ms or more: {self}")
 
     @property
     def numel(self) -> int:
@@ -126,10 +112,6 @@ class Cost:
     room: bool = False  # its messages never take longer than an all-reduce of float32: see exchange/room.py
     guess: bool = False  # nobody has measured this method: its times are those of a usual one
 
-    def __post_init__(self) -> None:
-        if self.kind not in ("sum", "gather", "rounds"):
-            raise ValueError(f"a method is of kind sum, gather or rounds, not {self.kind!r}")
-
     def handed_over(self, numel: float) -> float:
         """Bytes of one bucket that one worker gives to its collectives."""
         return self.bytes_per_element * numel + self.head_bytes
@@ -160,14 +142,8 @@ class Piece:
 
     before_ms: float
     after_ms: float
-    transfer_ms: float
-    hops_ms: float  # all that the link takes beside the bytes
+    link_ms: float  # until the next collective may begin: eight tiny sums at once take Gloo eight times as long as one
     n_bytes: float  # on the link
-
-    @property
-    def link_ms(self) -> float:
-        """Until the next collective may begin: eight tiny sums at once take Gloo eight times as long as one."""
-        return self.transfer_ms + self.hops_ms
 
 
 def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
@@ -180,13 +156,11 @@ def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
     n_bytes *= part
     link_ms = cost.rounds * network.collective_ms(n_bytes / cost.rounds, gather)
     link_ms += network.hops_ms(False) if part < 1 else 0.0  # of the sum of a dense step
-    transfer_ms = min(link_ms, network.transfer_ms(n_bytes))
     decode_ns = cost.decode_ns + (cost.decode_message_ns * network.workers * part if gather else 0.0)
     return Piece(
         before_ms=cost.overhead_ms + cost.encode_ns * numel / NS_PER_MS,
         after_ms=decode_ns * numel / NS_PER_MS,
-        transfer_ms=transfer_ms,
-        hops_ms=link_ms - transfer_ms,
+        link_ms=link_ms,
         n_bytes=n_bytes,
     )
 

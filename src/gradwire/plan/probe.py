@@ -10,12 +10,12 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
-from gradwire.exchange.courier import begin_gather
+from gradwire.exchange.courier import begin_gather, device_of
 from gradwire.plan.model import FLOAT_BYTES, Network
 
 FIRST, GROWTH, LARGEST = 1 << 10, 4, 16 << 20  # bytes on the link
@@ -23,8 +23,7 @@ LEAP, LEVEL = 16, 1.5  # the growth while a size takes hardly longer than the fi
 LONG_MS = 100.0  # a transfer that takes so long says what the link can do: a burst and the hops are little of it
 BULK = 1 << 16  # bytes that are tried however short the time is: fewer say nothing of the rate
 FEWEST, MOST = 3, 30  # turns of a size; of three one may be disturbed
-# s: turns of a size are as many as take so long, or this part of the time there is, if that is more
-ENOUGH = (0.04, 0.04)
+ENOUGH_MS = 40.0  # turns of a size are as many as take so long; longer, if there is more than a second in all
 
 Point = tuple[float, float, float]  # bytes on the link, ms of a sum, ms of a gather
 
@@ -37,9 +36,8 @@ def probe(group: dist.ProcessGroup, device: torch.device, *, at_most_s: float = 
     world_size = dist.get_world_size(group)
     if world_size == 1:
         return Network(1, math.inf, 0.0)
-    where = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
-    enough_ms = 1e3 * max(ENOUGH[0], ENOUGH[1] * at_most_s)
-    ring = _Ring(group, where, Network(world_size, math.inf, 0.0), time.perf_counter() + at_most_s, enough_ms)
+    deadline, enough_ms = time.perf_counter() + at_most_s, ENOUGH_MS * max(1.0, at_most_s)
+    ring = _Ring(group, device_of(group, device), Network(world_size, math.inf, 0.0), deadline, enough_ms)
     ring.times(FIRST, gather=False, turns=1)  # connections are made when they are first used
     ring.times(FIRST, gather=True, turns=1)
     points: list[Point] = []
@@ -62,7 +60,7 @@ def network_of(world_size: int, points: Sequence[Point]) -> Network:
         (float(n_bytes), summed / plain.collective_ms(n_bytes, False), gathered / plain.collective_ms(n_bytes, True))
         for n_bytes, summed, gathered in points
     )
-    return Network(world_size, plain.mbit, latency_ms, curve)
+    return replace(plain, curve=curve)
 
 
 def rate(points: Sequence[Point]) -> float:
@@ -98,28 +96,24 @@ class _Ring:
         own = torch.zeros(numel, device=self.device)
         out = torch.empty(workers * numel if gather else 0, device=self.device)
         took = []
-        self._largest([0.0])
+        self._largest(0.0)  # all ranks begin together
         for _ in range(turns):
             begin = time.perf_counter()
             if gather:
                 begin_gather(out, own, self.group).wait()
             else:
                 dist.all_reduce(own, group=self.group)
-            self._synchronize()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
             took.append(1e3 * (time.perf_counter() - begin))
-        return self._largest([statistics.median(took)])[0]
+        return self._largest(statistics.median(took))
 
     def late(self, next_ms: float) -> bool:
         """Whether any rank has no time left for so much more."""
-        return self._largest([time.perf_counter() + next_ms / 1e3 - self.deadline])[0] > 0
+        return self._largest(time.perf_counter() + next_ms / 1e3 - self.deadline) > 0
 
-    def _largest(self, numbers: list[float]) -> list[float]:
-        """Over the ranks, one by one."""
-        told = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+    def _largest(self, number: float) -> float:
+        """Over the ranks."""
+        told = torch.tensor(number, dtype=torch.float64, device=self.device)
         dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self.group)
-        largest: list[float] = told.tolist()
-        return largest
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        return told.item()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from gradwire.codec.header import FIXED, WORD_BYTES
-from gradwire.exchange.room import above, padded
+from gradwire.exchange.room import BUCKET, FIRST_BUCKET, above, padded
 from gradwire.layout import Layout
 from gradwire.methods.base import Compressor
 from gradwire.methods.table import METHODS, Typical, from_spec
@@ -19,7 +19,6 @@ from gradwire.plan.model import FLOAT_BYTES, Cost, Work
 # Of the elements are sent: experiments/results/paper-100, vgc:alpha=1.5, ratio 84 over the run, 104 in its last epoch.
 DENSITY = 0.01
 SIDE = 1024  # of the matrix whose bytes are counted
-FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes: DDP's own
 
 # Of a method whose row has no times: about the median of all other rows. The plan marks what is made of it.
 GUESS = {"cpu": Typical(3.0, 1.1, message=0.7), "cuda": Typical(0.02, 0.011)}
@@ -38,10 +37,10 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
     dry = Dry(compressor, [Layout.of([("weight", (SIDE, SIDE))])], 2, torch.device("cpu"))
     share = compressor.share or density or DENSITY
     n_bytes, rounds = _sent(compressor, share, dry)
-    head = FIXED * WORD_BYTES if dry.kind == "gather" else 0
+    head = FIXED * WORD_BYTES if compressor.kind == "gather" else 0
     return Cost(
         spec=spec,
-        kind=dry.kind,
+        kind=compressor.kind,
         bytes_per_element=max(0.0, n_bytes - head) / SIDE**2,
         head_bytes=head,
         encode_ns=times.encode + times.encode_sent * share,

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from gradwire.compile.capture_guard import calm
-from gradwire.simulation import random_state as randomness
+from gradwire.compile.capture_guard import calm, on_branches
 from gradwire.simulation.virtual_worker import Loss, VirtualWorker
 
 
@@ -23,35 +22,13 @@ class CapturedPasses:
         self._graph = torch.cuda.CUDAGraph()
         rows = [[tensor[rank] for tensor in self._batch] for rank in range(len(replicas))]
         streams = [torch.cuda.Stream(device) for _ in replicas]  # type: ignore[no-untyped-call]
-        before = randomness.get_state(device)
-        try:
-            with calm(), ExitStack() as stack:
-                for replica in replicas:
-                    stack.enter_context(replica.capturing())
-                for replica, stream, row in zip(replicas, streams, rows, strict=True):
-                    stream.wait_stream(torch.cuda.current_stream(device))
-                    with torch.cuda.stream(stream):
-                        replica.survey(loss, row)
-                torch.cuda.synchronize(device)
-                with torch.cuda.graph(self._graph):
-                    self._record(replicas, streams, loss, rows)
-        finally:
-            randomness.set_state(before, device)
-
-    def _record(
-        self,
-        replicas: Sequence[VirtualWorker],
-        streams: Sequence[torch.cuda.Stream],
-        loss: Loss,
-        rows: Sequence[Sequence[Tensor]],
-    ) -> None:
-        main = torch.cuda.current_stream()
-        for rank, (replica, stream, row) in enumerate(zip(replicas, streams, rows, strict=True)):
-            stream.wait_stream(main)
-            with torch.cuda.stream(stream):
-                self._losses[rank].copy_(replica.record(loss, row))
-        for stream in streams:
-            main.wait_stream(stream)
+        with torch.random.fork_rng([device]), calm(), ExitStack() as stack:
+            for replica in replicas:
+                stack.enter_context(replica.capturing())
+            on_branches(streams, lambda rank: replicas[rank].survey(loss, rows[rank]))
+            torch.cuda.synchronize(device)
+            with torch.cuda.graph(self._graph):
+                on_branches(streams, lambda rank: self._losses[rank].copy_(replicas[rank].record(loss, rows[rank])))
 
     def fits(self, batch: Sequence[Tensor]) -> bool:
         return all(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -100,7 +100,7 @@ class Simulation:
         self.replicas = [VirtualWorker(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
         self._captures = gpu if capture is None else capture
         self._branches: CapturedPasses | None = None
-        self._random = [_seeded(seed, rank, self.device) for rank in range(workers)]
+        self._random = [self._seeded(seed, rank) for rank in range(workers)]
 
     def __repr__(self) -> str:
         size = f"{self.layout.numel} parameters, {self.workers} workers"
@@ -137,8 +137,6 @@ class Simulation:
         losses = self._passes(batch)
         done = self.ranks.exchange(self.gradients, self.moments)
         if not done.finite:
-            for undo in done.undo:
-                undo()
             done.mean.fill_(torch.nan)  # as real workers: every one of them gets NaN
         for slot in self.layout:
             parameter = self.parameters[slot.name]
@@ -152,26 +150,25 @@ class Simulation:
             if self._branches.fits(batch):
                 return self._branches.run(batch)
         losses = []
-        with self._own_random():
+        with self._forked_random():
             for rank, replica in enumerate(self.replicas):
                 randomness.set_state(self._random[rank], self.device)
                 losses.append(replica.backward(self.loss, [tensor[rank] for tensor in batch]))
                 self._random[rank] = randomness.get_state(self.device)
         return torch.stack(losses)
 
-    @contextmanager
-    def _own_random(self) -> Iterator[None]:
+    def _seeded(self, seed: int, rank: int) -> Tensor:
+        with self._forked_random():
+            randomness.seed_worker(seed, rank)
+            return randomness.get_state(self.device)
+
+    def _forked_random(self) -> AbstractContextManager[None]:
         """The caller's random numbers go on as if nothing had been drawn."""
-        before = randomness.get_state(self.device)
-        try:
-            yield
-        finally:
-            randomness.set_state(before, self.device)
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
     def stats(self) -> Stats:
         """What one worker sent, on average over all of them, since the beginning or the last `reset_stats`."""
-        held: list[Any] = [state for state in self.ranks.states if hasattr(state, "residual")]
-        total = self.ranks.meter.stats([state.residual for state in held])
+        total = self.ranks.meter.stats([state.residual for state in self.ranks.states if hasattr(state, "residual")])
         bytes_of = {name: round(getattr(total, name) / self.workers) for name in ("bytes_sent", "dense_bytes")}
         return replace(
             total,
@@ -196,8 +193,7 @@ class Simulation:
 
     def _worker_state(self, rank: int) -> dict[str, Any]:
         state, capacity = self.ranks.states[rank], self.ranks.capacity
-        held = {} if state is None else {slot.name: of_slot(state, slot) for slot in self.layout}
-        fields = {} if state is None else powers(state)
+        fields = powers(state)
         return {
             "format": checkpoint.FORMAT,
             "compressor": repr(self.compressor),
@@ -208,7 +204,8 @@ class Simulation:
             "passed": dict(capacity.passed),
             "powers": fields,
             "parameters": {
-                name: checkpoint.at_rest(parts, fields, self.parameters[name]) for name, parts in held.items()
+                slot.name: checkpoint.at_rest(of_slot(state, slot), fields, self.parameters[slot.name])
+                for slot in self.layout
             },
         }
 
@@ -236,18 +233,7 @@ class Simulation:
         randomness.set_state(here, self.device)
 
     def _put(self, rank: int, found: dict[str, dict[str, Tensor]]) -> None:
-        state = self.ranks.states[rank]
-        if state is None:
-            return
         for slot in self.layout:
-            for field, view in of_slot(state, slot).items():
+            for field, view in of_slot(self.ranks.states[rank], slot).items():
                 known = found[slot.name].get(field)  # a field that the saved one had no use for begins at zero
                 view.copy_(torch.zeros_like(view) if known is None else known)
-
-
-def _seeded(seed: int, rank: int, device: torch.device) -> Tensor:
-    before = randomness.get_state(device)
-    randomness.seed_worker(seed, rank)
-    state = randomness.get_state(device)
-    randomness.set_state(before, device)
-    return state

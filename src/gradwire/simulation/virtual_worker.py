@@ -103,8 +103,7 @@ class VirtualWorker:
             trained = [one for one in parameters if one.requires_grad]
             value = loss(self.module, *batch)
             found = torch.autograd.grad(value, trained, allow_unused=True)
-        by_name = dict(zip(self.parameters, found, strict=True))
-        self._collect([by_name[slot.name] for slot in self._slots])
+        self._collect(found)
         if self.recorder is not None:
             self._collect_moments(self.recorder)
         return value.detach()

@@ -35,6 +35,8 @@ HEAD: dict[str, type] = {
 
 def state_dict(reducer: Reducer) -> dict[str, Any]:
     """One rank's state: numbers, strings and tensors only."""
+    held, fields = dict(reducer.store.items()), reducer.store.powers
+    named = reducer.parameters if fields else {}
     return {
         "format": FORMAT,
         "compressor": repr(reducer.compressor),
@@ -44,17 +46,10 @@ def state_dict(reducer: Reducer) -> dict[str, Any]:
         "since_dense": reducer.capacity.since_dense,
         "passed": dict(reducer.capacity.passed),
         "step_ns": reducer.budget.step_ns,
-        "powers": dict(reducer.store.powers),
-        "parameters": _parameters(reducer),
+        "powers": dict(fields),
+        # zeros where nothing is held back: the same names on every rank
+        "parameters": {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in named.items()},
     }
-
-
-def _parameters(reducer: Reducer) -> dict[str, dict[str, Tensor]]:
-    """Every parameter's fields, zeros where nothing is held back: the same names on every rank."""
-    held, fields = dict(reducer.store.items()), reducer.store.powers
-    if not fields:
-        return {}
-    return {name: at_rest(held.get(name, {}), fields, parameter) for name, parameter in reducer.parameters.items()}
 
 
 def at_rest(held: Mapping[str, Tensor], powers: Mapping[str, int], parameter: Tensor) -> dict[str, Tensor]:
@@ -95,26 +90,10 @@ def load_state_dict(reducer: Reducer, state: Mapping[str, Any], *, strict: bool 
         problem = error
     except Exception as error:  # whatever a damaged file makes torch raise: the other ranks wait to hear of it
         problem = CheckpointError(f"damaged gradwire state: {error!r}")
-    facts = {"checkpoint": str(problem or "good")}
+    said = ""
     if problem is None:
-        counts = sorted(state["passed"].items())
-        facts["checkpoint"] += f", step {state['step']}, {state.get('step_ns')} ns, capacity {counts}"
-    all_or_none(reducer, facts, problem)
-    apply(reducer, state, fields)
-
-
-def all_or_none(reducer: Reducer, facts: dict[str, str], problem: CheckpointError | None) -> None:
-    """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective."""
-    try:
-        agree(reducer.group, facts, reducer.device)
-    except DisagreementError as error:
-        raise problem or CheckpointError(f"another rank cannot use its checkpoint: {error}") from problem
-    if problem is not None:
-        raise problem
-
-
-def apply(reducer: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str, Tensor]]) -> None:
-    """Replaces the reducer's state by one that was checked."""
+        said = f", step {state['step']}, {state.get('step_ns')} ns, capacity {sorted(state['passed'].items())}"
+    all_or_none(reducer, problem, said)
     reducer.store.set(fields, dict(state["powers"]))
     reducer.steps = state["step"]
     sizes = {name: parameter.numel() for name, parameter in reducer.parameters.items()}
@@ -124,6 +103,19 @@ def apply(reducer: Reducer, state: Mapping[str, Any], fields: dict[str, dict[str
     reducer.skip_step()
     if reducer.recorder is not None:
         reducer.recorder.passes.begin_step(reducer.steps)
+
+
+def all_or_none(reducer: Reducer, problem: CheckpointError | None, said: str = "") -> None:
+    """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective.
+
+    said: what else must be the same.
+    """
+    try:
+        agree(reducer.group, {"checkpoint": str(problem or "good") + said}, reducer.device)
+    except DisagreementError as error:
+        raise problem or CheckpointError(f"another rank cannot use its checkpoint: {error}") from problem
+    if problem is not None:
+        raise problem
 
 
 def check(state: Any) -> None:
@@ -168,21 +160,18 @@ def match(ours: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool) ->
         if strict:
             raise CheckpointError(f"the checkpoint's layers are not this model's ({text}); strict=False accepts that")
         warnings.warn(f"gradwire: {text}", stacklevel=4)
-    for name in saved.keys() & ours.keys():
+    found: dict[str, dict[str, Tensor]] = {}
+    for name in (name for name in ours if name in saved):
+        found[name] = {}
         for field, value in saved[name].items():
-            if state["powers"][field] != SAME and value.shape != ours[name].shape:
+            if state["powers"][field] == SAME:
+                found[name][field] = value.to(ours[name].device, copy=True)
+                continue
+            if value.shape != ours[name].shape:
                 came, expected = tuple(value.shape), tuple(ours[name].shape)
                 raise CheckpointError(f"{field} of {name} has shape {came} in the checkpoint, expected {expected}")
-    return {
-        name: {
-            field: value.to(ours[name].device, copy=True)
-            if state["powers"][field] == SAME
-            else _in_flight(value, ours[name])
-            for field, value in saved[name].items()
-        }
-        for name in ours
-        if name in saved
-    }
+            found[name][field] = _in_flight(value, ours[name])
+    return found
 
 
 def reshard(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:

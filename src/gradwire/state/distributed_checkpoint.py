@@ -11,7 +11,6 @@ import json
 import os
 import pickle
 import re
-import struct
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from gradwire.errors import CheckpointError
-from gradwire.exchange.courier import all_gather
+from gradwire.exchange.courier import gathered
 from gradwire.state import checkpoint, manifest
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 HEAD = "gradwire/head"
 INDEX = ".metadata"
 OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|manifest\.json")
-ENTRY = struct.Struct("<q32s")  # of a rank's file: bytes and SHA-256
+ENTRY_BYTES = 128  # of a rank's line: its file's length and SHA-256 as JSON
 LARGEST_HEAD = 1 << 26  # bytes: a million parameters have names and counts in it
 ALLOWED = {
     ("torch", "Size"),
@@ -75,6 +74,7 @@ class _Reader(FileSystemReader):
     def __init__(self, folder: Path) -> None:
         super().__init__(os.fspath(folder))
         self.folder = folder
+        self.manifest: dict[str, Any] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
@@ -95,8 +95,8 @@ class _Reader(FileSystemReader):
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    def read_manifest(self) -> dict[str, Any]:
-        """The manifest of what is there, or why there is none to go by."""
+    def read_manifest(self) -> None:
+        """What there is, or why there is nothing to go by."""
         if not (self.folder / INDEX).is_file():
             raise CheckpointError(f"no checkpoint in {self.folder}: {INDEX} is missing")
         if not (self.folder / manifest.NAME).is_file():
@@ -105,12 +105,13 @@ class _Reader(FileSystemReader):
                 "that kept no digests, and nothing tells whether it is what was written. If you know that it is: "
                 f"python -c \"from gradwire.state import manifest; manifest.seal('{self.folder}')\""
             )
-        return manifest.read(self.folder)
+        self.manifest = manifest.read(self.folder)
+        manifest.verify(self.folder, self.manifest, [INDEX])
 
     def verify(self, metadata: Metadata, keys: Collection[str]) -> None:
         """Check the files that these keys lie in against their digests."""
         found = {info.relative_path for index, info in metadata.storage_data.items() if index.fqn in keys}
-        manifest.verify(self.folder, self.read_manifest(), sorted(found))
+        manifest.verify(self.folder, self.manifest, sorted(found))
 
 
 def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
@@ -123,8 +124,8 @@ def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
         state_dict_saver.save(sharded_state(wire), storage_writer=writer, process_group=reducer.group)
     except CheckpointException as error:  # it derives from BaseException
         raise CheckpointError(f"the checkpoint could not be written to {directory}: {error}") from error
-    mine = _prepared(reducer, lambda: _entry(folder / _file(rank)))
-    entries = _gathered(mine, reducer)
+    mine = _prepared(reducer, lambda: _entry(folder / _file(rank)))  # on a disk that may be this rank's own
+    entries = gathered(mine, reducer.group, reducer.device)
     _prepared(reducer, lambda: _seal(folder, entries) if rank == 0 else None)
 
 
@@ -146,28 +147,13 @@ def _file(rank: int) -> str:
 
 def _entry(path: Path) -> bytes:
     """A file's line of the manifest, of one length on all ranks; a rank that holds nothing may have written none."""
-    if not path.is_file():
-        return ENTRY.pack(-1, bytes(32))
-    found = manifest.entry(path)
-    return ENTRY.pack(found["bytes"], bytes.fromhex(found["sha256"]))
-
-
-def _gathered(mine: bytes, reducer: Reducer) -> list[bytes]:
-    """Every rank's, in rank order: each digests what it wrote itself, on a disk that may be its own."""
-    device = reducer.device if dist.get_backend(reducer.group) == "nccl" else torch.device("cpu")
-    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-    arrived = sent.new_empty(reducer.world_size * len(sent))
-    all_gather(arrived, sent, group=reducer.group)
-    return [bytes(part.tolist()) for part in arrived.cpu().chunk(reducer.world_size)]
+    return json.dumps(manifest.entry(path) if path.is_file() else None).encode().ljust(ENTRY_BYTES)
 
 
 def _seal(folder: Path, entries: list[bytes]) -> None:
-    files = {INDEX: manifest.entry(folder / INDEX)}
-    for rank, packed in enumerate(entries):
-        n_bytes, digest = ENTRY.unpack(packed)
-        if n_bytes >= 0:
-            files[_file(rank)] = {"bytes": n_bytes, "sha256": digest.hex()}
-    manifest.write(folder, files)
+    files = {_file(rank): json.loads(entry) for rank, entry in enumerate(entries)}
+    written = {name: entry for name, entry in files.items() if entry is not None}
+    manifest.write(folder, {INDEX: manifest.entry(folder / INDEX), **written})
 
 
 def sharded_state(wire: Wire) -> dict[str, Tensor]:
@@ -209,13 +195,13 @@ def _prepared(reducer: Reducer, work: Callable[[], T]) -> T:
         problem = CheckpointError(f"the checkpoint cannot be read or written: {error}")
     except Exception as error:
         problem = CheckpointError(f"the checkpoint is damaged: {error!r}")
-    checkpoint.all_or_none(reducer, {"checkpoint": str(problem or "good")}, problem)
+    checkpoint.all_or_none(reducer, problem)
     return result
 
 
 def _open(reader: _Reader) -> tuple[Tensor, Metadata]:
     """Room for the head, and the index of all tensors."""
-    manifest.verify(reader.folder, reader.read_manifest(), [INDEX])
+    reader.read_manifest()
     metadata = reader.read_metadata()
     size = _shape(metadata, HEAD)
     if len(size) != 1 or not 0 < size[0] <= LARGEST_HEAD:

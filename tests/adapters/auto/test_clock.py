@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.adapters.auto.step_clock import Clock, work_of
+from gradwire.adapters.auto.step_clock import Clock
 from gradwire.layout import Layout
 
 
@@ -46,11 +46,8 @@ def after(waits: tuple[float, ...], keep: int) -> Clock:
 
 def test_the_parts_are_those_of_a_plain_step_whatever_the_exchange_takes():
     clock = after((0.0, 0.1, 0.2), keep=5)
-    work = work_of(clock.layouts(), clock.parts())
-    assert work.buckets == (100, 300)
-    assert work.forward_ms == pytest.approx(10)
-    assert work.backward_ms == pytest.approx(40)
-    assert work.after_ms == pytest.approx(5)
+    assert clock.layouts() == [layout(100), layout(300)]
+    assert clock.parts() == pytest.approx((10, 40, 5))
     assert clock.step_ms() == pytest.approx(105)  # 55 and 155: not the longest
     assert clock.recent_ms() == pytest.approx((155, 255))
 
@@ -59,12 +56,12 @@ def test_the_first_step_and_the_one_after_a_switch_do_not_count():
     time = Time()
     clock = Clock(keep=5, now=time)
     run(clock, time, time.now)
-    assert len(clock) == 0
+    assert len(clock._steps) == 0
     run(clock, time, time.now)
-    assert len(clock) == 1
+    assert len(clock._steps) == 1
     clock.forget()
     run(clock, time, time.now, wait=9.0)
-    assert len(clock) == 0
+    assert len(clock._steps) == 0
 
 
 def test_one_bucket_leaves_no_backward_to_overlap_with():
@@ -82,5 +79,5 @@ def test_one_bucket_leaves_no_backward_to_overlap_with():
 
 def test_only_so_many_steps_are_kept():
     clock = after((5.0, 0.0, 0.0), keep=2)
-    assert len(clock) == 2
+    assert len(clock._steps) == 2
     assert clock.step_ms() == pytest.approx(55)

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from gradwire.methods.base import Sum
 from gradwire.methods.table import METHODS, Known
-from gradwire.plan import Cost, Network, Work, predict
 from gradwire.plan.choose import duration
+from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.tools.cli import app
 
 OFFLINE = ("--params", "124e6", "--backward-ms", "300", "--workers", "16", "--mbit", "1000", "--device", "cuda")

@@ -7,29 +7,27 @@
        While a compressor is in use, methods that may be faster than they are predicted to be are timed too, once.
     4. When steps become longer or shorter than they were, or now and then, the link is measured again: the same choice.
 
-All of it happens between two steps, right after the optimizer's, from numbers of all ranks (rank_numbers.py): so all
-ranks choose the same. Nothing is swapped or held back while a sum is the choice.
+All of it happens between two steps, right after the optimizer's, from numbers of all ranks: so all ranks choose the
+same. Nothing is swapped or held back while a sum is the choice.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from gradwire.adapters.auto.rank_numbers import RankNumbers
-from gradwire.adapters.auto.step_clock import Clock, work_of
-from gradwire.adapters.auto.trial_costs import alone_ms, dry_run, likely_error, numbers_of, rival, with_numbers
+from gradwire.adapters.auto.step_clock import Clock
+from gradwire.adapters.auto.trial_costs import NUMBERS, dry_run, likely_error, rival
 from gradwire.adapters.reducer import Reducer
 from gradwire.errors import CheckpointError
-from gradwire.exchange.courier import Flight, agree, courier_of
-from gradwire.exchange.sums import SmallBuckets
+from gradwire.exchange.courier import Flight, agree, courier_of, device_of
 from gradwire.methods import Compressor, Dense, to_spec
-from gradwire.methods.base import Sum
 from gradwire.plan.choose import Verdict, choose, describe
 from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
@@ -47,13 +45,13 @@ MARGIN = 0.05  # by how much a method that loses information must be faster
 class MethodChooser:
     """Call `stepped` after every optimizer step, on every rank."""
 
-    def __init__(self, reducer: Reducer, methods: Sequence[Compressor], say: Callable[[str], None] = print) -> None:
+    def __init__(self, reducer: Reducer, methods: Sequence[Compressor]) -> None:
         """Collective. methods: what may be chosen; Dense, with which it begins, always may."""
-        self._reducer, self._say = reducer, say if dist.get_rank(reducer.group) == 0 else lambda _: None
+        self._reducer = reducer
         self.methods: dict[str, Compressor] = {to_spec(method): method for method in (Dense(), *methods)}
         agree(reducer.group, {"methods of auto": ", ".join(self.methods)}, reducer.device)
         self.verdict: Verdict | None = None
-        self._numbers = RankNumbers(courier_of(reducer.group), reducer.device)
+        self._courier, self._device = courier_of(reducer.group), device_of(reducer.group, reducer.device)
         self._clock = reducer.clock = Clock(keep=MOST)
         self._work: Work | None = None
         self._costs: dict[str, Cost] = {}
@@ -104,10 +102,15 @@ class MethodChooser:
             self._bytes = self._reducer.meter.bytes_sent
         if self._asked is not None:
             flight, self._asked = self._asked, None
-            self._hear(self._numbers.answer(flight))
+            self._hear(rows_of(flight))
         elif self._due():
             # read after the next step, so that nobody waits for it
-            self._asked = self._numbers.ask(self._figures())
+            clock, since_probe = self._clock, time.perf_counter() - self._probed_at
+            self._asked = self._ask([clock.step_ms(), *clock.recent_ms(), *clock.parts(), since_probe])
+
+    def _ask(self, numbers: Sequence[float]) -> Flight:
+        """Gathers as many numbers of every rank. Bytes as int32, because every backend carries those."""
+        return self._courier.gather(torch.tensor(numbers, dtype=torch.float64).view(torch.int32).to(self._device))
 
     def _begin(self) -> None:
         """With a method that is in use from now on."""
@@ -121,11 +124,6 @@ class MethodChooser:
             return False
         slow = self._expected_ms is not None and self._expected_ms > SLOW_MS
         return slow or (self._since - self._warm) % WINDOW == 0
-
-    def _figures(self) -> list[float]:
-        clock = self._clock
-        since_probe = time.perf_counter() - self._probed_at
-        return [clock.step_ms(), *clock.recent_ms(), *clock.parts(), since_probe]
 
     def _hear(self, rows: list[list[float]]) -> None:
         """Figures of all ranks."""
@@ -153,7 +151,8 @@ class MethodChooser:
         """What the clock says of the method in use: of the step itself while it is plain, else of what it adds."""
         spec = self.chosen
         if self._work is None or self._reducer.compressor.kind == "sum":
-            self._work = work_of(self._clock.layouts(), parts)
+            forward, backward, after = parts
+            self._work = Work(tuple(layout.numel for layout in self._clock.layouts()), forward, backward, after)
         self._price([spec])
         # the same on every rank: so long are the messages of all
         n_bytes = (self._reducer.meter.bytes_sent - self._bytes) / max(1, self._since - self._warm)
@@ -180,8 +179,7 @@ class MethodChooser:
         start = time.perf_counter()
         network = probe(self._reducer.group, self._reducer.device, at_most_s=PROBE_S)
         self._probed_at = time.perf_counter()
-        took = self._numbers.answer(self._numbers.ask([self._probed_at - start]))
-        self._probe_s = max(row[0] for row in took)
+        self._probe_s = max(row[0] for row in rows_of(self._ask([self._probed_at - start])))
         return network
 
     # ---- the choice
@@ -198,11 +196,11 @@ class MethodChooser:
             words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
             verdict = replace(verdict, chosen=self.chosen, words=words)
         verdict = self._or_rival(verdict)
-        if self.verdict is None or verdict.chosen != self.chosen:
-            self._say(f"gradwire: step {self._reducer.steps}: {verdict.words}")
+        if (self.verdict is None or verdict.chosen != self.chosen) and dist.get_rank(self._reducer.group) == 0:
+            print(f"gradwire: step {self._reducer.steps}: {verdict.words}")
         self.verdict = verdict
         if verdict.chosen != self.chosen:
-            self._reducer.use(self.methods[verdict.chosen], self._small(verdict.chosen))
+            self._reducer.use(self.methods[verdict.chosen])
             self._begin()
 
     def _or_rival(self, verdict: Verdict) -> Verdict:
@@ -223,10 +221,8 @@ class MethodChooser:
         Back to a sum nothing: `choose` takes it as soon as a method that loses information is not faster by the margin.
         From a sum to one that is only predicted to be faster, twice the margin.
         """
-        if spec == self.chosen:
-            return -math.inf
         to_sum, from_sum = (self.methods[one].kind == "sum" for one in (spec, self.chosen))
-        if to_sum and not from_sum:
+        if spec == self.chosen or (to_sum and not from_sum):
             return -math.inf
         return 2 * MARGIN if from_sum and not to_sum and spec not in self._errors else MARGIN
 
@@ -240,21 +236,12 @@ class MethodChooser:
         """What each costs on the slowest rank: measured once, on the gradients there are."""
         for spec in (spec for spec in specs if spec not in self._costs):
             cost = dry_run(self._reducer, self._clock.layouts(), self.methods[spec])
-            rows = self._numbers.answer(self._numbers.ask(numbers_of(cost)))
-            self._costs[spec] = with_numbers(cost, [max(column) for column in zip(*rows, strict=True)])
+            rows = rows_of(self._ask([getattr(cost, name) for name in NUMBERS]))
+            slowest: dict[str, Any] = {name: max(row[at] for row in rows) for at, name in enumerate(NUMBERS)}
+            self._costs[spec] = replace(cost, **slowest)
 
-    def _small(self, spec: str) -> SmallBuckets | None:
-        """Buckets so small that a sum of them costs less: their heads and hops are what takes time."""
-        assert self._work is not None
-        sums = {name: method for name, method in self.methods.items() if isinstance(method, Sum)}
-        if self._costs[spec].kind == "sum":
-            return None
-        limit = 0
-        best: Sum | None = None
-        for numel in sorted(set(self._work.buckets))[:-1]:
-            alone = {name: alone_ms(numel, self.network, self._costs[name]) for name in (*sums, spec)}
-            cheapest = min(alone, key=alone.__getitem__)
-            if cheapest == spec:
-                break
-            limit, best = numel, sums[cheapest]
-        return None if best is None else SmallBuckets(limit, best)
+
+def rows_of(flight: Flight) -> list[list[float]]:
+    """What was asked for: a row a rank, the same on every rank."""
+    rows: list[list[float]] = flight.wait().cpu().view(torch.float64).tolist()
+    return rows

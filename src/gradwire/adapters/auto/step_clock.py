@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gradwire.layout import Layout
-from gradwire.plan.model import Work
+from gradwire.plan.costs import usual
 
 
 @dataclass
@@ -60,13 +60,9 @@ class Clock:
         """The steps so far do not count."""
         self._steps.clear()
 
-    def __len__(self) -> int:
-        return len(self._steps)
-
     def step_ms(self) -> float:
         """The mean without the longest. Ranks wait for each other, so that each has the time of all in the sum."""
-        ascending = sorted(times.step_ms for times in self._steps)
-        return statistics.fmean(ascending[:-1] or ascending)
+        return usual(times.step_ms for times in self._steps)
 
     def recent_ms(self) -> tuple[float, float]:
         """The shorter and the longer of the last two steps."""
@@ -79,7 +75,7 @@ class Clock:
         return [layout for _, layout in last.ready]
 
     def parts(self) -> tuple[float, float, float]:
-        """(forward, backward, after) in ms, medians: see `work_of`."""
+        """(forward, backward, after) in ms, medians: what a step takes without any exchange."""
         columns = zip(*(_parts(times) for times in self._steps if times.ready), strict=True)
         forward, backward, after = (statistics.median(column) for column in columns)
         return forward, backward, after
@@ -92,9 +88,3 @@ def _parts(times: Times) -> tuple[float, float, float]:
     backward = (last - first) * numel / max(1, numel - head.numel)
     forward = max(0.0, last - backward - times.begin)
     return 1e3 * forward, 1e3 * backward, 1e3 * max(0.0, times.end - max(last, times.arrived))
-
-
-def work_of(layouts: Sequence[Layout], parts: Sequence[float]) -> Work:
-    """What a step takes without any exchange."""
-    forward, backward, after = parts
-    return Work(tuple(layout.numel for layout in layouts), forward, backward, after)

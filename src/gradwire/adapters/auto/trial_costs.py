@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,12 @@ from gradwire.adapters.reducer import Reducer
 from gradwire.layout import Layout
 from gradwire.methods import Compressor
 from gradwire.plan import costs
-from gradwire.plan.model import Cost, Network, Prediction, piece_of
+from gradwire.plan.model import Cost, Prediction
 
 MOMENTS = 1.15  # what second moments cost a forward and backward, until a step with them is timed
 DENSITY = 0.01  # of the elements pass, until it is seen how many do
 WRONG = {False: 0.3, True: 0.15}  # by so much a method may be faster than predicted, beside one that was timed; a sum
+# of a cost, that ranks find each for itself
 NUMBERS = ("bytes_per_element", "head_bytes", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms", "moments")
 
 
@@ -29,13 +29,9 @@ def dry_run(reducer: Reducer, layouts: Sequence[Layout], compressor: Compressor)
 
 
 def _gradient(reducer: Reducer, layout: Layout) -> Tensor:
-    parts = []
-    for slot in layout:
-        grad = reducer.parameters[slot.name].grad
-        parts.append(
-            torch.zeros(slot.numel, device=reducer.device) if grad is None else grad.detach().float().flatten()
-        )
-    return torch.cat(parts)
+    parameters = (reducer.parameters[slot.name] for slot in layout)
+    grads = (torch.zeros_like(one) if one.grad is None else one.grad.detach() for one in parameters)
+    return torch.cat([grad.float().flatten() for grad in grads])
 
 
 def _moment(gradient: Tensor) -> Tensor:
@@ -43,21 +39,6 @@ def _moment(gradient: Tensor) -> Tensor:
     generator = torch.Generator(gradient.device).manual_seed(0)
     clear = torch.rand(gradient.shape, generator=generator, device=gradient.device) < DENSITY
     return torch.where(clear, 0.0, 4 * gradient.square())
-
-
-def numbers_of(cost: Cost) -> list[float]:
-    return [getattr(cost, name) for name in NUMBERS]
-
-
-def with_numbers(cost: Cost, numbers: Sequence[float]) -> Cost:
-    known: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True))
-    return replace(cost, **known)
-
-
-def alone_ms(numel: int, network: Network, cost: Cost) -> float:
-    """One bucket with nothing beside it."""
-    piece = piece_of(numel, network, cost)
-    return piece.before_ms + piece.transfer_ms + piece.hops_ms + piece.after_ms
 
 
 def likely_error(spec: str, errors: Mapping[str, float], methods: Mapping[str, Compressor]) -> float:

@@ -178,7 +178,7 @@ class Rehearsal:
         self.group.barrier()
         begin = self._now()
         self.step()
-        if method is not None and method.kind == "sum":
+        if method is not None and method.compressor.kind == "sum":
             method.step(self.buffers, self.moments, lean=True)
         elif method is not None:
             self.pool.submit(method.step, self.buffers, self.moments, lean=True).result()
