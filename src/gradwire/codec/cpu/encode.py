@@ -299,7 +299,9 @@ class Candidates:
         arrays = segments.spare.pop() if segments.spare else tuple(_scratch(numel))
         places, residual, variance, codes, *spare = arrays
         counts = np.empty(segments.count, np.int64)
-        found = cls(segments, places, residual, codes, variance if with_variance else None, counts, (spare[0], spare[1]))
+        found = cls(
+            segments, places, residual, codes, variance if with_variance else None, counts, (spare[0], spare[1])
+        )
         weakref.finalize(found, _give_back, segments.spare, arrays, counts)
         return found
 

@@ -170,9 +170,6 @@ def _records(
     def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    live = tiles.all_live if active is None else active.view(torch.uint8)
-    geometry = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin, tiles.first_of_slot)
-    cut = kinds.TileGeometry(*geometry, tiles.first_of_chunk, tiles.offset, tiles.length, live)
     eights, n_found = _room(tiles, sum(capacity))
     before = empty(n_found, torch.float32)
     lists = (empty(n_found, torch.int16), before, empty(n_found, torch.float32) if weighed else before)
@@ -185,7 +182,7 @@ def _records(
     sums = kinds.Sums(zeros[:2], zeros[2:3].view(torch.int32), tops, asked, totals)
     sizes = (4 * n_slots, 8 * n_tiles, 8 * n_groups, n_groups, n_groups + 1, n_groups, n_tiles)
     plan = kinds.Plan(zeros[n_zeros:], *(empty(size) for size in sizes))
-    return state, cut, _test(rule), _quantum(rule, weighed), found, sums, plan
+    return state, tiles.table_with(active), _test(rule), _quantum(rule, weighed), found, sums, plan
 
 
 def _room(tiles: Tiles, n_words: int) -> tuple[int, int]:

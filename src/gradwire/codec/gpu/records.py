@@ -28,21 +28,6 @@ ALIGN = tl.constexpr(TILE_ALIGN)
 SPAN = tl.constexpr(256)  # places of a spilled tile at a time: no more registers than the candidates take
 
 
-class TileGeometry(NamedTuple):
-    """The geometry: see `Tiles`."""
-
-    base: Any
-    low: Any
-    high: Any
-    slot: Any
-    origin: Any
-    first_of_slot: Any
-    first_of_chunk: Any
-    offset: Any
-    length: Any
-    live: Any
-
-
 class Visit(NamedTuple):
     """Tiles to be streamed: number, tensor, and where each begins, in units of ALIGN.
 

@@ -20,7 +20,7 @@ from gradwire.codec.gpu import shared_memory as shared
 from gradwire.codec.gpu.records import ALIGN, four, summed
 from gradwire.codec.interface import Rule
 from gradwire.compile.launching import UNFUSED
-from gradwire.compile.tiles import Tiles
+from gradwire.compile.tiles import Tiles, TileTable
 from gradwire.layout import Layout
 
 BINS, SHIFT = tl.constexpr(limits.BINS), tl.constexpr(limits.SHIFT)
@@ -67,7 +67,7 @@ def limited(
     grad: Tensor,
     moment: Tensor,
     state: kinds.Held,
-    cut: kinds.TileGeometry,
+    cut: TileTable,
     test: kinds.Test,
     quantum: kinds.Quantum,
     tiles: Tiles,

@@ -43,16 +43,6 @@ BINS = tl.constexpr(2048)  # of the first level, and the room of the others
 FIELDS = tl.constexpr(3)  # of a row of the plan
 
 
-class TileCut(NamedTuple):
-    """The geometry: see `Tiles`; a group is a tile."""
-
-    base: Any
-    low: Any
-    high: Any
-    slot: Any
-    first_of_slot: Any
-
-
 class Workspace(NamedTuple):
     """What the kernels hand each other."""
 
@@ -108,12 +98,12 @@ def refine(bits, n_sample, numel, factor, start, prefix, rest, memory, level: tl
 
 @triton.jit
 def floor_kernel(
-    bits, lines, live, table, work,
+    bits, lines, cut, table, work,
     expected: tl.constexpr, rank: tl.constexpr, fewest: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Program: a tensor. lines int64 [K, 2]: of `progression`; the constants are those of largest.py."""
     slot, memory = tl.program_id(0), shared_memory.reserve(BINS)
-    is_live, floor = tl.load(live + slot) != 0, 1
+    is_live, floor = tl.load(cut.live + slot) != 0, 1
     k, numel = tl.load(table.counts + slot), tl.load(table.numels + slot)
     if is_live & (k >= fewest) & (2 * k <= numel):
         n_sample = (expected * numel // k).to(tl.int32)
@@ -304,13 +294,11 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
     values = torch.empty(quota.total, dtype=torch.int32, device=device)
     if tiles.n_tiles:
         bits, table, work = flat.view(torch.int32), table_of(quota, device), _room(tiles, device)
-        cut = TileCut(tiles.base, tiles.low, tiles.high, tiles.slot, tiles.first_of_slot)
-        live = tiles.all_live if active is None else active.view(torch.uint8)
+        cut = tiles.table_with(active)
         lines = _kept(quota, device) if exact else _lines(quota, step, device)
         grid, common = (tiles.n_tiles,), {"lanes": LANES, "num_warps": WARPS}
         floor_kernel[(len(layout),)](
-            bits, lines, live, table, work, EXPECTED, RANK, FEWEST,
-            lanes=SAMPLED, num_warps=SAMPLING_WARPS,
+            bits, lines, cut, table, work, EXPECTED, RANK, FEWEST, lanes=SAMPLED, num_warps=SAMPLING_WARPS
         )  # fmt: skip
         for again in (False, True) if exact else (False,):
             collect_kernel[grid](bits, cut, table, work, again, size=TILE, piece=PIECE, num_warps=COLLECTING_WARPS)
