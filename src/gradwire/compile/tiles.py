@@ -28,7 +28,7 @@ class TileTable(NamedTuple):
     offset: Tensor  # int64 [K]
     length: Tensor  # int64 [K]
     end: Tensor  # int64 [K]
-    live: Tensor  # uint8 [K], which tensors have a gradient; here all
+    live: Tensor | None = None  # uint8 [K], which tensors have a gradient; None: all
 
 
 class Tiles:
@@ -69,7 +69,6 @@ class Tiles:
             offset=end_of_slot - length,
             length=length,
             end=end_of_slot,
-            live=torch.ones(max(1, self.n_slots), dtype=torch.uint8, device=device),
         )
 
     def table_with(self, active: Tensor | None) -> TileTable:

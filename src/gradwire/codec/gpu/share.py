@@ -18,6 +18,7 @@ from gradwire.codec.gpu.records import (
     SPILLED,
     class_of,
     exponent_of,
+    is_live,
     is_short,
     limits_of,
     overlap,
@@ -26,9 +27,7 @@ from gradwire.codec.gpu.records import (
 
 
 @triton.jit
-def count_before(
-    slot, last, start, top, state, cut, test, quantum, found, plan, size: tl.constexpr, group: tl.constexpr
-):
+def count_before(slot, last, start, top, state, cut, rule, found, plan, size: tl.constexpr, group: tl.constexpr):
     """How many of tensor `slot`'s class `last` lie before the flat place `start`: whole groups, tiles, candidates."""
     first, stop = tl.load(cut.first_of_slot + slot), tl.load(cut.first_of_slot + slot + 1)
     holder, before = first - 1, 0
@@ -51,23 +50,23 @@ def count_before(
     for begin in tl.range(0, tl.where(position == SPILLED, size, count), SPAN):
         lane = begin + tl.arange(0, SPAN)
         if position == SPILLED:
-            classes, _r, _v, _inside = spilled_part(tile, slot, begin, top, state, cut, test, quantum)
+            classes, _r, _v, _inside = spilled_part(tile, slot, begin, top, state, cut, rule)
             before += tl.sum(((classes == last) & (base + lane < start)).to(tl.int32))
         else:
             have = lane < count
             place = tl.load(found.place + position + lane, mask=have, other=0)
             r = tl.load(found.residual + position + lane, mask=have, other=0.0)
-            classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
+            classes = class_of(r.to(tl.int32, bitcast=True), top, rule)
             before += tl.sum((have & (classes == last) & (base + place < start)).to(tl.int32))
     return before
 
 
 @triton.jit
-def share_kernel(state, cut, test, quantum, found, sums, plan, report, size: tl.constexpr, group: tl.constexpr):
+def share_kernel(state, cut, rule, found, sums, plan, report, size: tl.constexpr, group: tl.constexpr):
     """One program a tensor: exponent, passed, codes; if it has no room for all: which class is cut, and where."""
     slot, column = tl.program_id(0), tl.arange(0, CLASSES)
     largest, asked = tl.load(sums.tops + slot * APART), tl.load(sums.totals + slot * CLASSES + column)
-    top = exponent_of(largest, quantum)
+    top = exponent_of(largest, rule)
     capacity = tl.load(plan.numbers + 2 + slot)
     passed = tl.sum(asked)
     last = tl.sum((tl.cumsum(asked) <= capacity).to(tl.int32))  # the class that does not fit whole; 8: all fit
@@ -77,7 +76,7 @@ def share_kernel(state, cut, test, quantum, found, sums, plan, report, size: tl.
     if last < CLASSES:
         tl.store(sums.bad + 1, 1)
         start = tl.load(cut.offset + slot) + tl.load(plan.numbers) % tl.load(cut.length + slot)
-        before = count_before(slot, last, start, top, state, cut, test, quantum, found, plan, size, group)
+        before = count_before(slot, last, start, top, state, cut, rule, found, plan, size, group)
     at = plan.limits + slot * 4
     tl.store(at, last)
     tl.store(at + 1, room)
@@ -87,12 +86,12 @@ def share_kernel(state, cut, test, quantum, found, sums, plan, report, size: tl.
     if not is_short(slot, sums, plan):  # then `emit` counts them
         sent = tl.zeros_like(sent)
     exponent = tl.where(largest > 0, top - 127, NOTHING)
-    if quantum.hybrid:
+    if rule.hybrid:
         sent = tl.where(column == 0, tl.sum(sent), 0)
         exponent = NOTHING
     tl.store(report.codes + slot * CLASSES + column, sent)
     tl.store(report.exponents + slot, exponent)
-    tl.store(report.passed + slot, tl.where(tl.load(cut.live + slot) != 0, passed, -1))
+    tl.store(report.passed + slot, tl.where(is_live(cut, slot), passed, -1))
 
 
 @triton.jit

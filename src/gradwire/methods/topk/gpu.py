@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradwire.codec import CHUNK
 from gradwire.codec.gpu import shared_memory
+from gradwire.codec.gpu.records import is_live
 from gradwire.codec.quota import Quota, table_of
 from gradwire.compile.tiles import ALIGN as TILE_ALIGN
 from gradwire.compile.tiles import Tiles, on_device, tiles_of
@@ -103,9 +104,9 @@ def floor_kernel(
 ):  # fmt: skip
     """Program: a tensor. lines int64 [K, 2]: of `progression`; the constants are those of largest.py."""
     slot, memory = tl.program_id(0), shared_memory.reserve(BINS)
-    is_live, floor = tl.load(cut.live + slot) != 0, 1
+    live, floor = is_live(cut, slot), 1
     k, numel = tl.load(table.counts + slot), tl.load(table.numels + slot)
-    if is_live & (k >= fewest) & (2 * k <= numel):
+    if live & (k >= fewest) & (2 * k <= numel):
         n_sample = (expected * numel // k).to(tl.int32)
         its_bits = bits + tl.load(table.offsets + slot)
         factor, start = tl.load(lines + 2 * slot), tl.load(lines + 2 * slot + 1)
@@ -113,7 +114,7 @@ def floor_kernel(
         for level in tl.static_range(LEVELS):
             prefix, rest = refine(its_bits, n_sample, numel, factor, start, prefix, rest, memory, level, lanes)
         floor = tl.maximum(prefix, 1)
-    tl.store(work.floors + slot, tl.where(is_live, floor, MAGNITUDE))
+    tl.store(work.floors + slot, tl.where(live, floor, MAGNITUDE))
 
 
 @triton.jit
