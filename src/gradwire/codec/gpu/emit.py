@@ -155,6 +155,14 @@ def emit_rows(
 
 
 @triton.jit
+def add_codes(sent, slot, rule, report):
+    """sent [8]: of each class."""
+    column = tl.arange(0, CLASSES)
+    codes = tl.where(column == 0, tl.sum(sent), 0) if rule.hybrid else sent
+    tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+
+
+@triton.jit
 def emit_kernel(
     state, cut, rule, found, sums, plan, report,
     size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
@@ -164,7 +172,7 @@ def emit_kernel(
     Apart from `emit_cut_kernel`, which needs twice the registers: here it counts how many programs run at a time.
     """
     number, first = tl.program_id(0) * rows // group, tl.program_id(0) * rows % group
-    row, column = number * group + first + tl.arange(0, rows), tl.arange(0, CLASSES)
+    row = number * group + first + tl.arange(0, rows)
     count, kind = tl.load(found.count + row), tl.load(plan.kind + number)
     if (kind != CHOSEN) & (tl.max(count) != 0):
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
@@ -184,10 +192,7 @@ def emit_kernel(
                 position, count, begin, begin, origin, top, limits, state, base, rule, found, report.words,
                 WINDOW, size, rows, lanes,
             )  # fmt: skip
-        codes = total_of(packed, rows * size)
-        if rule.hybrid:
-            codes = tl.where(column == 0, tl.sum(codes), 0)
-        tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+        add_codes(total_of(packed, rows * size), slot, rule, report)
 
 
 @triton.jit
@@ -221,7 +226,7 @@ def emit_cut_kernel(
         partial = tl.sum(tl.where(column[None, :] == last, histogram, 0), axis=1)
         prefix = tl.cumsum(partial) - partial
         if last < CLASSES:
-            prefix += tl.load(plan.prefix + number) - tl.load(plan.prefix + tl.load(cut.first_of_slot + slot))
+            prefix += tl.load(plan.prefix + number)
         n_sent = tl.sum(tl.where(column[None, :] < last, histogram, 0), axis=1) + overlap(prefix, partial, limits)
         begin = tl.load(plan.begin + number) + tl.cumsum(n_sent) - n_sent
         kept = tl.where(position != SPILLED, count, 0)
@@ -242,9 +247,7 @@ def emit_cut_kernel(
                         found, sums, plan, report.words, size,
                     )  # fmt: skip
         if not is_short(slot, sums, plan):
-            if rule.hybrid:
-                codes = tl.where(column == 0, tl.sum(codes), 0)
-            tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+            add_codes(codes, slot, rule, report)
 
 
 @triton.jit

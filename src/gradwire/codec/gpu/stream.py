@@ -2,7 +2,7 @@
 
     stream     r += g, v += m, test; who passes gets r = v = 0 and is written down tile by tile, in the scratch
     classify   who is below the window gets r and v back; how many are sent; where room is short, how many a class
-    share      per tensor: exponent, how many passed, and where room is short which class is cut, and where
+    share      per tensor: exponent, how many passed; where room is short which class is cut, where, and what is sent
     scan       where each group's words begin
     emit       the words; what is sent is settled
     emit_cut   the same where room is short, and who is not sent is put back; zeros after the last word
