@@ -228,13 +228,13 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.codec.gpu import decode, directory, head, pack, unpack
+    from gradwire.codec.gpu import blocks, decode, head, pack, unpack
 
     interpreter.install()
     decode.CHECKED = head.SUMMED = decode.WRITTEN = 64  # so that a small message has several parts
     decode.TILE, decode.ADDED, decode.SEARCHED = 256, 16, 4
     pack.FOUND, unpack.PART = 4, 2
-    directory.SMALL, directory.ADDED = 64, 2
+    blocks.SMALL = 64
     interpreted.serve(CASES)
 
 

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.codec.form import Blocks
-from gradwire.codec.gpu.directory import cut_of, low_bits
+from gradwire.codec.gpu.blocks import cut_of, low_bits
 
 PLACE = tl.constexpr((1 << 28) - 1)
 SKEWED = tl.constexpr(1 << 24)
@@ -308,7 +308,7 @@ def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: in
     body, sums = zeros[: blocks.words], zeros[blocks.words :]
     starts, sizes, unary_bits, low_bits = empty(4, count + 1)
     draft = Draft(starts, sizes, unary_bits, low_bits, sums, group_bits, classes, extras)
-    source, cut = WordSource(words, counts, len(counts), chunk), cut_of(blocks, device)[0]
+    source, cut = WordSource(words, counts, len(counts), chunk), cut_of(blocks, device)
     n_programs = max(n_slots, count // FOUND + 1)
     share = -(-len(zeros) // n_programs)
     prepare_kernel[(n_programs,)](
