@@ -22,7 +22,7 @@ SMALL = 256  # blocks that one program looks at
 
 class BlockTable(NamedTuple):
     """Of every block: its first place int64 [B], places, tensor, bits of its count, int32 [B]; its entry in the
-    directory: first bit int64 [B], bits int32 [B]. Of every tensor: its first block [K + 1], its capacity [K], int64."""
+    directory: first bit int64 [B], bits int32 [B]. Of every tensor: its first block [K + 1], capacity [K], int64."""
 
     begin: Any
     length: Any
@@ -94,8 +94,8 @@ def _cut(blocks: Blocks, device: torch.device) -> BlockTable:
     numbers = on_device([*blocks.first, *(number for row in by_tensor for number in row)], device)
     first, tables = numbers.split([len(blocks.first), 6 * len(blocks.layout)])
     sizes = (torch.int64, torch.int32, torch.int32, torch.int32, torch.int64, torch.int32)
-    of_blocks = (torch.empty(blocks.count, dtype=dtype, device=device) for dtype in sizes)
-    cut = BlockTable(*of_blocks, first, tables[5 * len(blocks.layout) :])
+    of_blocks = [torch.empty(blocks.count, dtype=dtype, device=device) for dtype in sizes]
+    cut = BlockTable(*[*of_blocks, first, tables[5 * len(blocks.layout) :]])
     if blocks.count:
         n_slots = len(blocks.layout)
         grid = (-(-blocks.count // SMALL),)

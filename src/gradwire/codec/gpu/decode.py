@@ -64,29 +64,26 @@ def lowest_of(exponents, n_slots):
 
 
 @triton.jit
+def places_of(message, at, have, counts, n_chunks, chunk):
+    """The places of the words at `at`, of which we `have` some: their chunks, and where in these."""
+    number, stop = at * 0, 0
+    for following in tl.range(1, n_chunks):
+        stop += tl.load(counts + following - 1)
+        number = tl.where(at >= stop, following, number)
+    return number, tl.load(message + at, mask=have, other=0) & PLACE
+
+
+@triton.jit
 def has_small(
-    message, start, counts, n_chunks, chunk, numel, exponents, ends, n_slots, steps, bad, width: tl.constexpr
+    message, start, counts, n_chunks, chunk, numel, total, exponents, ends, n_slots, steps, width: tl.constexpr
 ):
     """Whether some of `width` words from `start` on stand for less than float32 can say."""
-    at, found, stop, origin = start + tl.arange(0, width), False, 0, tl.zeros((), tl.int64)
-    for number in tl.range(0, n_chunks):
-        begin = stop
-        stop += tl.load(counts + number)
-        first, last = tl.maximum(begin, start), tl.minimum(stop, start + width) - 1
-        if first <= last:
-            have = (at >= first) & (at <= last)
-            word = tl.load(message + at, mask=have, other=0)
-            edge = (tl.load(message + tl.where(tl.arange(0, 2) == 0, first, last)) & PLACE) + origin
-            slot = slots_of(tl.minimum(edge, numel - 1), ends, n_slots, steps)
-            # nearly always all in one tensor, and a search for every word would take long
-            if bad | (tl.min(slot) != tl.max(slot)):
-                index = tl.minimum((word & PLACE) + origin, numel - 1)
-                exponent = tl.load(exponents + slots_of(index, ends, n_slots, steps), mask=have, other=127)
-            else:
-                exponent = tl.load(exponents + tl.min(slot)) + tl.zeros((width,), tl.int32)
-            found |= tl.max((have & (exponent - ((word >> 28) & 7) < -126)).to(tl.int32)) != 0
-        origin += chunk
-    return found
+    at = start + tl.arange(0, width)
+    number, place = places_of(message, at, at < total, counts, n_chunks, chunk)
+    slot = slots_of(tl.minimum(place + number.to(tl.int64) * chunk, numel - 1), ends, n_slots, steps)
+    exponent = tl.load(exponents + slot, mask=at < total, other=127)
+    d = (tl.load(message + at, mask=at < total, other=0) >> 28) & 7
+    return tl.max((exponent - d < -126).to(tl.int32)) != 0
 
 
 @triton.jit
@@ -141,12 +138,9 @@ def tiles_around(
 ):
     """The tiles of the last word before `start` and of the last one before `stop`: no tile, -1, for none."""
     side = tl.arange(0, 2)
-    at, number, upto = tl.where(side == 0, start, stop) - 1, side * 0, 0
-    for following in tl.range(1, n_chunks):
-        upto += tl.load(counts + following - 1)
-        number = tl.where(at >= upto, following, number)
-    index = (tl.load(message + at, mask=at >= 0, other=0) & PLACE) + number.to(tl.int64) * chunk
-    index = tl.minimum(index, numel - 1)
+    at = tl.where(side == 0, start, stop) - 1
+    number, place = places_of(message, at, at >= 0, counts, n_chunks, chunk)
+    index = tl.minimum(place + number.to(tl.int64) * chunk, numel - 1)
     slot = slots_of(index, cut.end, n_slots, steps)
     first = tl.maximum(tl.load(cut.first_of_slot + slot), tl.load(cut.first_of_chunk + number))
     tile = first + ((index - tl.load(cut.base + first)) // size).to(tl.int32)
@@ -224,8 +218,7 @@ def check_kernel(
         lowest = 127
     if lowest < SAFE:
         small = has_small(
-            message, start, its_counts, n_chunks, chunk, numel, its_exponents, cut.end, n_slots, steps, wrong,
-            width,
+            message, start, its_counts, n_chunks, chunk, numel, total, its_exponents, cut.end, n_slots, steps, width
         )  # fmt: skip
         tl.store(found + rank * 2 + 1, 1, mask=small)
         tl.store(bad, 1, mask=small)

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from gradwire.codec import reference
 from gradwire.codec import words as wire_words
@@ -90,13 +89,10 @@ def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
 
 
 def _outputs(n_words: int, tiles: Tiles, device: torch.device) -> kinds.EncodeOutputs:
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    n_slots, finite = tiles.n_slots, empty(1, dtype=torch.uint8)
-    return kinds.EncodeOutputs(
-        empty(n_words), empty(tiles.n_chunks), empty(n_slots, WINDOW + 1), empty(n_slots), empty(n_slots), finite
-    )
+    sizes = (n_words, tiles.n_chunks, (tiles.n_slots, WINDOW + 1), tiles.n_slots, tiles.n_slots)
+    made = [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
+    made.append(torch.empty(1, dtype=torch.uint8, device=device))
+    return kinds.EncodeOutputs(*made)
 
 
 def _workspace(
@@ -104,13 +100,10 @@ def _workspace(
 ) -> tuple[kinds.Found, kinds.Sums, kinds.Plan]:
     """Memory of their own for the kernels of one encode."""
     device, n_slots, n_tiles, n_groups = state.residual.device, tiles.n_slots, tiles.n_tiles, tiles.n_groups
-
-    def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     eights, n_found = _room(tiles, sum(capacity))
-    variance = None if state.variance is None else empty(n_found, torch.float32)
-    lists = (empty(n_found, torch.int16), empty(n_found, torch.float32), variance)
+    variance = None if state.variance is None else empty(n_found, dtype=torch.float32)
+    lists = (empty(n_found, dtype=torch.int16), empty(n_found, dtype=torch.float32), variance)
     found = kinds.Found(*lists, empty(n_tiles), empty(n_tiles), empty(n_tiles))
     n_zeros = APART + (APART + 4) * n_slots
     host = np.zeros(n_zeros + 2 + n_slots, np.int64)

@@ -12,6 +12,7 @@ B blocks, K tensors. Bit positions are counted from the start of a payload.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -300,10 +301,7 @@ def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: in
     device, count, n_slots = words.device, blocks.count, len(blocks.layout)
     group_bits = (count.bit_length() + 1) // 2  # as many groups of blocks as blocks in a group
     n_groups = -(-count >> group_bits)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     zeros, (orders, classes, extras) = empty(blocks.words + n_groups), empty(3, n_slots)
     body, sums = zeros[: blocks.words], zeros[blocks.words :]
     starts, sizes, unary_bits, low_bits = empty(4, count + 1)

@@ -13,6 +13,8 @@ B blocks, K tensors, W ranks, C chunks.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -194,10 +196,7 @@ def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk:
     device, n_ranks, count, n_slots = bodies.device, len(bodies), blocks.count, len(blocks.layout)
     n_chunks, room = max(1, -(-blocks.layout.numel // chunk)), sum(blocks.capacity)
     n_parts = max(1, -(-count // PART))
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     words, ends, upto, totals = (empty(n_ranks, size) for size in (room, count, count, n_parts))
     lengths = empty(n_ranks, n_parts, dtype=torch.int64)
     counts, wrong = empty(n_ranks, n_chunks), empty(n_ranks, dtype=torch.bool)

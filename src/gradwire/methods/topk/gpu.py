@@ -123,13 +123,10 @@ def collect(bits, base, low, high, floor, work, whole: tl.constexpr, size: tl.co
     n_found = low  # the list begins at the tile's first place
     for start in tl.range(0, size if whole else high, piece):
         lane = start + tl.arange(0, piece)
-        if whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
-            word = tl.load(bits + base + lane)
-            passes = word & MAGNITUDE >= floor
-        else:
-            inside = (lane >= low) & (lane < high)
-            word = tl.load(bits + base + lane, mask=inside, other=0)
-            passes = inside & (word & MAGNITUDE >= floor)
+        # no mask where it can be: one that could end anywhere makes every load 4 bytes wide
+        inside = None if whole else (lane >= low) & (lane < high)
+        word = tl.load(bits + base + lane, mask=inside, other=None if whole else 0)
+        passes = word & MAGNITUDE >= floor  # which is at least 1
         # Said to be contiguous so that the values stay in the threads that loaded them, and do not go through shared
         # memory first. The mask, different from lane to lane, keeps every store one element wide. The value is left to
         # `tally`, since a store that hardly any lane makes takes its instructions all the same.
@@ -312,14 +309,11 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
 
 def _room(tiles: Tiles, device: torch.device) -> Workspace:
     n_tensors, n_tiles, n_bins = tiles.n_slots, tiles.n_tiles, tiles.n_slots * LEVELS.value * BINS.value
-
-    def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     zeros = torch.zeros(n_bins + n_tensors, dtype=torch.int32, device=device)
     return Workspace(
         floors=empty(n_tensors),
-        places=empty(tiles.numel, torch.int16),
+        places=empty(tiles.numel, dtype=torch.int16),
         bits=empty(tiles.numel),
         found=empty(n_tiles),
         above=empty(n_tiles),
