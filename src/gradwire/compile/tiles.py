@@ -25,9 +25,7 @@ class TileTable(NamedTuple):
     origin: Tensor  # int64 [G], the first place of its chunk
     first_of_slot: Tensor  # int32 [K + 1], the first group of each tensor
     first_of_chunk: Tensor  # int32 [C + 1]
-    offset: Tensor  # int64 [K]
-    length: Tensor  # int64 [K]
-    end: Tensor  # int64 [K]
+    end: Tensor  # int64 [K], where each tensor ends
     live: Tensor | None = None  # uint8 [K], which tensors have a gradient; None: all
 
 
@@ -52,8 +50,6 @@ class Tiles:
         def put(values: Array, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(dtype).to(device)
 
-        length = layout.lengths(device)
-        end_of_slot = length.cumsum(0)
         self.table = TileTable(
             base=put(bases, torch.int64),
             low=put(lows),
@@ -62,9 +58,7 @@ class Tiles:
             origin=put(piece_chunk * chunk, torch.int64),
             first_of_slot=put(np.searchsorted(slot, np.arange(self.n_slots + 1))),
             first_of_chunk=put(np.searchsorted(piece_chunk, np.arange(self.n_chunks + 1))),
-            offset=end_of_slot - length,
-            length=length,
-            end=end_of_slot,
+            end=layout.lengths(device).cumsum(0),
         )
 
     def table_with(self, active: Tensor | None) -> TileTable:

@@ -49,17 +49,24 @@ def low_bits(length, count):
     return floor_log2((length - count) // tl.maximum(count, 1))
 
 
+@triton.jit
+def slots_of(index, ends, n_slots, steps):
+    """Which tensor each place (or block) is in: how many end at it or before; the last one for those behind it."""
+    low, high = tl.zeros_like(index).to(tl.int32), tl.zeros_like(index).to(tl.int32) + n_slots
+    for _ in tl.range(0, steps):
+        middle = (low + high) // 2
+        open_ = low < high
+        after = open_ & (tl.load(ends + middle, mask=open_, other=0) <= index)
+        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
+    return tl.minimum(low, n_slots - 1)
+
+
 @triton.jit(do_not_specialize=["n_blocks", "n_slots", "steps"])
 def geometry_kernel(tables, cut, n_blocks, n_slots, steps, width: tl.constexpr):
     """tables int64 [6, K]: first entry, bits of an entry, places of a block, offset, numel, capacity."""
     block = tl.program_id(0) * width + tl.arange(0, width)
     ours = block < n_blocks
-    low, high = tl.zeros((width,), tl.int32), tl.zeros((width,), tl.int32) + n_slots
-    for _step in tl.range(0, steps):  # the last tensor whose first block is not behind this one
-        middle = (low + high) // 2
-        after = (low < high) & (tl.load(cut.first + middle + 1, mask=ours & (low < high), other=0) <= block)
-        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
-    slot = tl.where(ours, low, 0)
+    slot = slots_of(block, cut.first + 1, n_slots, steps)
     row = tables + slot
     entry, entry_bits = tl.load(row, mask=ours, other=0), tl.load(row + n_slots, mask=ours, other=0)
     nominal, offset = tl.load(row + 2 * n_slots, mask=ours, other=1), tl.load(row + 3 * n_slots, mask=ours, other=0)

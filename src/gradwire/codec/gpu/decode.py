@@ -22,6 +22,7 @@ from torch import Tensor
 from gradwire.codec import header
 from gradwire.codec.form import Shape
 from gradwire.codec.gpu import shared_memory as shared
+from gradwire.codec.gpu.blocks import slots_of
 from gradwire.codec.gpu.head import inspect
 from gradwire.codec.gpu.unpack import unpack
 from gradwire.codec.interface import PROBLEMS, Rule
@@ -40,18 +41,6 @@ CHECKED, CHECKING_WARPS = 2048, 4  # words that one program looks at; H200: 0.04
 TILE, WARPS = 8192, 2
 ADDED, WRITTEN = 128, 512  # words of a rank and places of a tile at a time
 SEARCHED = 128  # tiles at a time
-
-
-@triton.jit
-def slots_of(index, ends, n_slots, steps):
-    """Which tensor each flat index is in: how many tensors end at it or before, the last one for those behind it."""
-    low, high = tl.zeros_like(index).to(tl.int32), tl.zeros_like(index).to(tl.int32) + n_slots
-    for _ in tl.range(0, steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        after = open_ & (tl.load(ends + middle, mask=open_, other=0) <= index)
-        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
-    return tl.minimum(low, n_slots - 1)
 
 
 @triton.jit

@@ -17,9 +17,7 @@ from gradwire.codec.gpu.records import (
     SPAN,
     SPILLED,
     WINDOW,
-    census,
     class_of,
-    counters,
     exponent_of,
     is_short,
     limits_of,
@@ -92,7 +90,7 @@ def emit_spilled(
         step = steps_of(classes, limits[0])
         sent, number = choose(classes, carry + tl.cumsum(step) - step, prefix, limits)
         carry += tl.sum(step)
-        codes += census(tl.where(sent, classes, DROPPED))
+        codes += total_of(tally(classes, sent), SPAN)
         word = word_of(bits, classes, origin + lane, rule)
         tl.store(words + begin + number, word, mask=sent)
         tl.store(found.place + position + number, lane.to(tl.int16), mask=sent)
@@ -234,7 +232,7 @@ def emit_cut_kernel(
             position, kept, begin, prefix, origin, top, limits, state, base, rule, found, report.words,
             CHOSEN, size, group, lanes,
         )  # fmt: skip
-        codes = tl.sum(counters(packed), axis=0)
+        codes = total_of(packed, group * size)
         if tl.min(position) == SPILLED:
             for tile in tl.range(number * group, number * group + group):
                 if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:

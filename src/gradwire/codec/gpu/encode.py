@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -129,20 +128,17 @@ def _terms(rule: Rule) -> kinds.RuleTerms:
     least, tau = np.float32(SMALLEST), np.float32(rule.tau or 0)
     if rule.tau is not None:  # |r| > tau
         least = np.nextafter(tau, np.float32(np.inf))
-    constants: dict[str, Any] = {
-        "half": ROUNDING[rule.rounding],
-        "unbiased": rule.rounding == "unbiased",
-        "hybrid": rule.tau is not None,
-        "feedback": rule.feedback,
-    }
     return kinds.RuleTerms(
         alpha=float(np.float32(rule.alpha)),
         zeta=float(np.float32(rule.zeta)),
         least=float(least),
         floor_square=float(np.float32(rule.floor) * np.float32(rule.floor)),
         limit=None,
+        half=tl.constexpr(ROUNDING[rule.rounding]),
+        unbiased=tl.constexpr(rule.rounding == "unbiased"),
+        hybrid=tl.constexpr(rule.tau is not None),
         tau=float(tau),
         tau_binade=int(tau.view(np.int32) >> 23),
         tau_square=float(tau * tau),
-        **{name: tl.constexpr(constant) for name, constant in constants.items()},
+        feedback=tl.constexpr(rule.feedback),
     )

@@ -227,13 +227,18 @@ def tally(classes, counted):
 
 
 @triton.jit
+def unfolded(even, odd):
+    """Sums of four counters each, of sixteen bits, to int32 [.., 8]."""
+    column = tl.arange(0, CLASSES)
+    return ((tl.where((column & 1) == 1, odd, even) >> (16 * (column >> 1)).to(tl.int64)) & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
 def counters(packed):
     """Sums of tallies [rows, lanes] along the rows: int32 [rows, 8]. A lane counts less than 256."""
-    column = tl.arange(0, CLASSES)[None, :]
     even = tl.sum(packed & 0x00FF00FF00FF00FF, axis=1)
     odd = tl.sum((packed >> 8) & 0x00FF00FF00FF00FF, axis=1)
-    pair = tl.where((column & 1) == 1, odd[:, None], even[:, None])
-    return ((pair >> (16 * (column >> 1)).to(tl.int64)) & 0xFFFF).to(tl.int32)
+    return unfolded(even[:, None], odd[:, None])
 
 
 @triton.jit
@@ -241,17 +246,10 @@ def total_of(packed, most: tl.constexpr):
     """Sum of tallies [rows, lanes] of at most `most` candidates: int32 [8]. With few it takes `emit` a third fewer
     instructions to add up what is packed."""
     if most >= 1 << 16:
-        return tl.sum(counters(packed), axis=0)
-    column = tl.arange(0, CLASSES)
-    even, odd = tl.sum(packed & 0x00FF00FF00FF00FF), tl.sum((packed >> 8) & 0x00FF00FF00FF00FF)
-    return ((tl.where((column & 1) == 1, odd, even) >> (16 * (column >> 1)).to(tl.int64)) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def census(classes):
-    """How many there are of each class: [n] to int32 [8]. For spilled tiles only."""
-    column = tl.arange(0, CLASSES)
-    return tl.sum((classes[:, None] == column[None, :]).to(tl.int32), axis=0)
+        total = tl.sum(counters(packed), axis=0)
+    else:
+        total = unfolded(tl.sum(packed & 0x00FF00FF00FF00FF), tl.sum((packed >> 8) & 0x00FF00FF00FF00FF))
+    return total
 
 
 @triton.jit

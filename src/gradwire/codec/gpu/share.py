@@ -101,7 +101,8 @@ def share_kernel(state, cut, rule, found, sums, plan, report, size: tl.constexpr
     total = tl.sum(tl.where(column == last, asked, 0))
     before = 0
     if last < CLASSES:
-        start = tl.load(cut.offset + slot) + tl.load(plan.numbers) % tl.load(cut.length + slot)
+        offset = tl.load(cut.end + slot - 1, mask=slot > 0, other=0)
+        start = offset + tl.load(plan.numbers) % (tl.load(cut.end + slot) - offset)
         before = count_before(slot, last, start, top, state, cut, rule, found, plan, size, group)
         sent_of_groups(slot, (last, room, before, total), cut, plan)
     at = plan.limits + slot * 4

@@ -35,7 +35,6 @@ from gradwire.codec.gpu.records import (
     SPAN,
     SPILLED,
     WINDOW,
-    census,
     class_of,
     counters,
     exponent_of,
@@ -46,6 +45,7 @@ from gradwire.codec.gpu.records import (
     spilled_part,
     summed,
     tally,
+    total_of,
     variance_of,
     write,
 )
@@ -181,7 +181,8 @@ def n_of_classes(
             if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
                 for start in tl.range(0, size, SPAN):
                     classes, _r, _v, _inside = spilled_part(tile, slot, start, top, state, cut, rule)
-                    histogram += tl.where((row == tile)[:, None], census(classes)[None, :], 0)
+                    counted = total_of(tally(classes, classes < DROPPED), SPAN)
+                    histogram += tl.where((row == tile)[:, None], counted[None, :], 0)
     return histogram
 
 
