@@ -25,6 +25,15 @@ def kernels() -> Any:
     return codec
 
 
+def cut_small(device: str, tile: int = 256) -> None:
+    """Small tiles in the interpreter, so that a small bucket has several groups; those in use on a GPU."""
+    from gradwire.codec.gpu import encode, scores
+
+    if device == "cpu":
+        encode.TILE, encode.GROUP, scores.ROWS = tile, 4, 2  # and a group has several programs
+        encode.EMIT, encode.EMIT_MANY = encode.EMIT | {"rows": 4}, encode.EMIT_MANY | {"rows": 4}
+
+
 def layout_of(sizes: list[int]) -> Layout:
     return Layout.of((f"tensor{i}", (size,)) for i, size in enumerate(sizes))
 

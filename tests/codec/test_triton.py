@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from drawn import RULES, SIZES, draw, kernels, layout_of, messages
+from drawn import RULES, SIZES, cut_small, draw, kernels, layout_of, messages
 from torch import Tensor
 from wire_cases import check_compact, check_crowded, check_head
 
@@ -22,13 +21,6 @@ from gradwire.codec import words as wire_words
 from gradwire.layout import Layout
 
 RESULTS = ("words", "counts", "codes", "exponents", "passed", "finite")
-
-
-def shape(tile: int, device: str) -> dict[str, Any]:
-    """Small tiles in the interpreter, so that a small bucket has several groups; those in use on a GPU."""
-    from gradwire.codec.gpu.encode import Tiling
-
-    return {} if device == "cuda" else {"tiling": Tiling(size=tile, group=4, warps=4)}
 
 
 def same(left: Selection, right: Selection) -> None:
@@ -54,6 +46,7 @@ def run(
 
     lean: the kernels have no variance, as with alpha = 0 it counts for nothing.
     """
+    cut_small(device, tile)
     layout = layout_of(sizes)
     capacity = tuple(int(share * size) for size in sizes)
     live = None if active is None else torch.tensor(active, device=device)
@@ -64,7 +57,7 @@ def run(
         common = (layout, rule, capacity, step, chunk)
         one = reference.select(Inputs(grad, moment, *left, live), *common)
         given = (grad, None, right[0], None, live) if lean else (grad, moment, *right, live)
-        two = kernels().select(Inputs(*given), *common, **shape(tile, device))
+        two = kernels().select(Inputs(*given), *common)
         same(one, two)
         assert all(map(torch.equal, left[: 2 - lean], right[: 2 - lean])), step
     one.undo()
@@ -235,13 +228,13 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.codec.gpu import decode, directory, head, pack, unpack
+    from gradwire.codec.gpu import blocks, decode, head, pack, unpack
 
     interpreter.install()
     decode.CHECKED = head.SUMMED = decode.WRITTEN = 64  # so that a small message has several parts
     decode.TILE, decode.ADDED, decode.SEARCHED = 256, 16, 4
     pack.FOUND, unpack.PART = 4, 2
-    directory.SMALL, directory.ADDED = 64, 2
+    blocks.SMALL = 64
     interpreted.serve(CASES)
 
 

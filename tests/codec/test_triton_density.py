@@ -6,13 +6,12 @@ The interpreter is chosen when Triton is imported, so the cases run in another p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from drawn import kernels, layout_of
+from drawn import cut_small, kernels, layout_of
 from scored import RULES, SIZES, extreme, faint, tied
-from test_triton import few_eights, run, same, shape
+from test_triton import few_eights, run, same
 from torch import Tensor
 
 import interpreted
@@ -21,7 +20,7 @@ from gradwire.codec import CHUNK, Inputs, Rule, Selection, reference
 from gradwire.methods.base import Context
 
 
-def changing(select: Callable[..., Selection], device: str, **options: Any) -> None:
+def changing(select: Callable[..., Selection], device: str) -> None:
     """Kernels against the reference where every step has another density, as under a budget."""
     layout = layout_of([33, 1, 0, 1500, 31])
     states = [[torch.zeros(layout.numel, device=device) for _ in range(2)] for _ in range(2)]
@@ -32,7 +31,7 @@ def changing(select: Callable[..., Selection], device: str, **options: Any) -> N
         samples = torch.randn(4, layout.numel, generator=torch.Generator().manual_seed(step)).to(device)
         inputs, common = (samples.sum(0), samples.square().sum(0)), (layout, rule, rooms, step, CHUNK)
         one = reference.select(Inputs(*inputs, *states[0]), *common)
-        same(one, select(Inputs(*inputs, *states[1]), *common, **options))
+        same(one, select(Inputs(*inputs, *states[1]), *common))
         assert all(map(torch.equal, *states)), step
         n_sent.append(int(one.counts.sum()))
     assert n_sent[4] > n_sent[1] > n_sent[0] > n_sent[3] > n_sent[5] > 0
@@ -74,12 +73,17 @@ def check_sizes(device: str) -> None:
     run(device, RULES["1/2"], [65537, 3], 0.1, steps=1, tile=2048)
 
 
+def check_changing(device: str) -> None:
+    cut_small(device)
+    changing(kernels().select, device)
+
+
 CASES: dict[str, Callable[[str], None]] = {
     **{f"rule {name}": lambda device, name=name: check_rule(device, name) for name in RULES},
     "spills": check_spills,
     "edges": check_edges,
     "sizes": check_sizes,
-    "density that changes": lambda device: changing(kernels().select, device, **shape(256, device)),
+    "density that changes": check_changing,
 }
 
 
@@ -87,10 +91,7 @@ def serve() -> None:
     """In the interpreter."""
     import interpreter
 
-    from gradwire.codec.gpu import scores
-
     interpreter.install()
-    scores.ROWS = 2  # so that a group has several programs
     interpreted.serve(CASES)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,22 @@ Array = np.ndarray[Any, Any]
 ALIGN = 32  # elements: tiles begin at whole sectors of memory, so that loads are 16 bytes wide whatever came before
 
 
-class Tiles:
-    """The geometry on one device. A group has `group` tiles of `size` places; the last tiles of one may be empty.
+class TileTable(NamedTuple):
+    """What kernels are told. T tiles, G groups, K tensors, C chunks."""
 
-    Tile i has the places base[i] + low[i] .. base[i] + high[i] - 1. T tiles, G groups, K tensors, C chunks.
-    """
+    base: Tensor  # int64 [T]: tile i has the places base[i] + low[i] .. base[i] + high[i] - 1
+    low: Tensor  # int32 [T]
+    high: Tensor  # int32 [T]
+    slot: Tensor  # int32 [G], its tensor
+    origin: Tensor  # int64 [G], the first place of its chunk
+    first_of_slot: Tensor  # int32 [K + 1], the first group of each tensor
+    first_of_chunk: Tensor  # int32 [C + 1]
+    end: Tensor  # int64 [K], where each tensor ends
+    live: Tensor | None = None  # uint8 [K], which tensors have a gradient; None: all
+
+
+class Tiles:
+    """The geometry on one device. A group has `group` tiles of `size` places; the last tiles of one may be empty."""
 
     def __init__(self, layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> None:
         self.size, self.group, self.numel, self.n_slots = size, group, layout.numel, len(layout)
@@ -29,27 +40,29 @@ class Tiles:
         slot, begin, end = (np.repeat(column, n_groups) for column in np.array(cuts, np.int64).reshape(-1, 3).T)
         self.n_groups = len(slot)
         self.n_tiles = self.n_groups * group
+        self.n_chunks = max(1, -(-layout.numel // chunk))
         number = np.arange(self.n_groups) - np.repeat(np.cumsum(n_groups) - n_groups, n_groups)
         bases = ((begin // ALIGN * ALIGN) + number * size * group)[:, None] + np.arange(group) * size
         lows = np.clip(begin[:, None] - bases, 0, size)
         highs = np.clip(end[:, None] - bases, lows, size)
 
-        def put(values: Array, dtype: torch.dtype) -> Tensor:
+        def put(values: Array, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(dtype).to(device)
 
-        self.base, self.low, self.high = put(bases, torch.int64), put(lows, torch.int32), put(highs, torch.int32)
-        # Tiles that are full and those that are not: number, tensor, base in units of ALIGN.
-        full = (highs - lows == size).reshape(-1)
-        visits = (np.arange(self.n_tiles), np.repeat(slot, group), bases.reshape(-1) // ALIGN)
-        self.whole, self.ragged = ([put(column[some], torch.int32) for column in visits] for some in (full, ~full))
-        self.slot, self.origin = put(slot, torch.int32), put(begin // chunk * chunk, torch.int64)  # [G]
-        self.n_chunks = max(1, -(-layout.numel // chunk))
-        self.first_of_slot = put(np.searchsorted(slot, np.arange(len(layout) + 1)), torch.int32)
-        self.first_of_chunk = put(np.searchsorted(begin // chunk, np.arange(self.n_chunks + 1)), torch.int32)
-        self.offset = put(np.array([slot.offset for slot in layout], np.int64), torch.int64)  # [K]
-        self.length = put(np.array([slot.numel for slot in layout], np.int64), torch.int64)  # [K]
-        self.end = self.offset + self.length
-        self.all_live = torch.ones(max(1, len(layout)), dtype=torch.uint8, device=device)
+        self.table = TileTable(
+            base=put(bases, torch.int64),
+            low=put(lows),
+            high=put(highs),
+            slot=put(slot),
+            origin=put(begin // chunk * chunk, torch.int64),
+            first_of_slot=put(np.searchsorted(slot, np.arange(self.n_slots + 1))),
+            first_of_chunk=put(np.searchsorted(begin // chunk, np.arange(self.n_chunks + 1))),
+            end=layout.lengths(device).cumsum(0),
+        )
+
+    def table_with(self, active: Tensor | None) -> TileTable:
+        """active: bool [K], tensors that have a gradient; None: all."""
+        return self.table if active is None else self.table._replace(live=active.view(torch.uint8))
 
 
 def tiles_of(layout: Layout, device: torch.device, chunk: int, size: int, group: int) -> Tiles:

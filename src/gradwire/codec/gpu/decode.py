@@ -13,8 +13,6 @@ What is before them, from a message to words, is in head.py and unpack.py.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 import triton
@@ -24,6 +22,7 @@ from torch import Tensor
 from gradwire.codec import header
 from gradwire.codec.form import Shape
 from gradwire.codec.gpu import shared_memory as shared
+from gradwire.codec.gpu.blocks import slots_of
 from gradwire.codec.gpu.head import inspect
 from gradwire.codec.gpu.unpack import unpack
 from gradwire.codec.interface import PROBLEMS, Rule
@@ -44,30 +43,6 @@ ADDED, WRITTEN = 128, 512  # words of a rank and places of a tile at a time
 SEARCHED = 128  # tiles at a time
 
 
-class TileTable(NamedTuple):
-    """Of every tile: its first place, as base int64 [T] and low int32 [T], and that of its chunk int64 [T]; the first
-    tile of every tensor and of every chunk, int32; where the tensors end, int64 [K]."""
-
-    base: Any
-    low: Any
-    origin: Any
-    first_of_slot: Any
-    first_of_chunk: Any
-    ends: Any
-
-
-@triton.jit
-def slots_of(index, ends, n_slots, steps):
-    """Which tensor each flat index is in: how many tensors end at it or before, the last one for those behind it."""
-    low, high = tl.zeros_like(index).to(tl.int32), tl.zeros_like(index).to(tl.int32) + n_slots
-    for _ in tl.range(0, steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        after = open_ & (tl.load(ends + middle, mask=open_, other=0) <= index)
-        low, high = tl.where(after, middle + 1, low), tl.where(after, high, middle)
-    return tl.minimum(low, n_slots - 1)
-
-
 @triton.jit
 def lowest_of(exponents, n_slots):
     lowest = tl.full((LOOKED_AT,), 127, tl.int32)
@@ -78,35 +53,30 @@ def lowest_of(exponents, n_slots):
 
 
 @triton.jit
-def has_small(
-    message, start, counts, n_chunks, chunk, numel, exponents, ends, n_slots, steps, bad, width: tl.constexpr
-):
-    """Whether some of `width` words from `start` on stand for less than float32 can say."""
-    at, found, stop, origin = start + tl.arange(0, width), False, 0, tl.zeros((), tl.int64)
-    for number in tl.range(0, n_chunks):
-        begin = stop
-        stop += tl.load(counts + number)
-        first, last = tl.maximum(begin, start), tl.minimum(stop, start + width) - 1
-        if first <= last:
-            have = (at >= first) & (at <= last)
-            word = tl.load(message + at, mask=have, other=0)
-            edge = (tl.load(message + tl.where(tl.arange(0, 2) == 0, first, last)) & PLACE) + origin
-            slot = slots_of(tl.minimum(edge, numel - 1), ends, n_slots, steps)
-            # nearly always all in one tensor, and a search for every word would take long
-            if bad | (tl.min(slot) != tl.max(slot)):
-                index = tl.minimum((word & PLACE) + origin, numel - 1)
-                exponent = tl.load(exponents + slots_of(index, ends, n_slots, steps), mask=have, other=127)
-            else:
-                exponent = tl.load(exponents + tl.min(slot)) + tl.zeros((width,), tl.int32)
-            found |= tl.max((have & (exponent - ((word >> 28) & 7) < -126)).to(tl.int32)) != 0
-        origin += chunk
-    return found
+def places_of(message, at, have, counts, n_chunks, chunk):
+    """The places of the words at `at`, of which we `have` some: their chunks, and where in these."""
+    number, stop = at * 0, 0
+    for following in tl.range(1, n_chunks):
+        stop += tl.load(counts + following - 1)
+        number = tl.where(at >= stop, following, number)
+    return number, tl.load(message + at, mask=have, other=0) & PLACE
 
 
 @triton.jit
-def look(
-    message, start, number, geometry, starts, n_ranks, chunk, numel, n_slots, size: tl.constexpr, width: tl.constexpr
+def has_small(
+    message, start, counts, n_chunks, chunk, numel, total, exponents, ends, n_slots, steps, width: tl.constexpr
 ):
+    """Whether some of `width` words from `start` on stand for less than float32 can say."""
+    at = start + tl.arange(0, width)
+    number, place = places_of(message, at, at < total, counts, n_chunks, chunk)
+    slot = slots_of(tl.minimum(place + number.to(tl.int64) * chunk, numel - 1), ends, n_slots, steps)
+    exponent = tl.load(exponents + slot, mask=at < total, other=127)
+    d = (tl.load(message + at, mask=at < total, other=0) >> 28) & 7
+    return tl.max((exponent - d < -126).to(tl.int32)) != 0
+
+
+@triton.jit
+def look(message, start, number, cut, starts, n_ranks, chunk, numel, n_slots, size: tl.constexpr, width: tl.constexpr):
     """Words as they nearly always come: `width` from `start` on and the one before, all of chunk `number`.
 
     Are they right, in one tensor, and no two neighbours further apart than a tile? Then this writes where the tiles
@@ -120,11 +90,11 @@ def look(
     inside = tl.minimum(index, numel - 1)
     for some in tl.range(0, n_slots, LOOKED_AT):  # side by side: a binary search waits for every one of its loads
         end = some + tl.arange(0, LOOKED_AT)
-        slot += tl.sum((tl.load(geometry.ends + end, mask=end < n_slots, other=FAR) <= inside).to(tl.int32))
-    first = tl.maximum(tl.load(geometry.first_of_slot + slot), tl.load(geometry.first_of_chunk + number))
-    base = (tl.load(geometry.base + first) - tl.load(geometry.origin + first)).to(tl.int32)
+        slot += tl.sum((tl.load(cut.end + end, mask=end < n_slots, other=FAR) <= inside).to(tl.int32))
+    first = tl.maximum(tl.load(cut.first_of_slot + slot), tl.load(cut.first_of_chunk + number))
+    base = (tl.load(cut.base + first) - tl.load(cut.origin + first)).to(tl.int32)
     widest = tl.max((place - before - 1).to(tl.uint32, bitcast=True))  # of those out of order 2^31 and more
-    right = (widest < size) & (edge >= base + tl.load(geometry.low + first)) & (index < numel) & (last < chunk)
+    right = (widest < size) & (edge >= base + tl.load(cut.low + first)) & (index < numel) & (last < chunk)
     if right:
         place, before = place - base, before - base
         tile = first + (place.to(tl.uint32, bitcast=True) // size).to(tl.int32)
@@ -153,26 +123,23 @@ def wrong_places(message, start, counts, n_chunks, chunk, numel, total, width: t
 
 @triton.jit
 def tiles_around(
-    message, start, stop, counts, geometry, n_tiles, n_chunks, chunk, numel, n_slots, steps, size: tl.constexpr
+    message, start, stop, counts, cut, n_tiles, n_chunks, chunk, numel, n_slots, steps, size: tl.constexpr
 ):
     """The tiles of the last word before `start` and of the last one before `stop`: no tile, -1, for none."""
     side = tl.arange(0, 2)
-    at, number, upto = tl.where(side == 0, start, stop) - 1, side * 0, 0
-    for following in tl.range(1, n_chunks):
-        upto += tl.load(counts + following - 1)
-        number = tl.where(at >= upto, following, number)
-    index = (tl.load(message + at, mask=at >= 0, other=0) & PLACE) + number.to(tl.int64) * chunk
-    index = tl.minimum(index, numel - 1)
-    slot = slots_of(index, geometry.ends, n_slots, steps)
-    first = tl.maximum(tl.load(geometry.first_of_slot + slot), tl.load(geometry.first_of_chunk + number))
-    tile = first + ((index - tl.load(geometry.base + first)) // size).to(tl.int32)
+    at = tl.where(side == 0, start, stop) - 1
+    number, place = places_of(message, at, at >= 0, counts, n_chunks, chunk)
+    index = tl.minimum(place + number.to(tl.int64) * chunk, numel - 1)
+    slot = slots_of(index, cut.end, n_slots, steps)
+    first = tl.maximum(tl.load(cut.first_of_slot + slot), tl.load(cut.first_of_chunk + number))
+    tile = first + ((index - tl.load(cut.base + first)) // size).to(tl.int32)
     tile = tl.where(at >= 0, tl.minimum(tile, n_tiles - 1), -1)  # any words may come
     return tl.sum(tl.where(side == 0, tile, 0)), tl.sum(tl.where(side == 1, tile, 0))
 
 
 @triton.jit
 def write_starts(
-    message, start, stop, counts, geometry, first, last, starts, n_ranks, n_tiles, n_chunks, chunk,
+    message, start, stop, counts, cut, first, last, starts, n_ranks, n_tiles, n_chunks, chunk,
     width: tl.constexpr, searched: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles first .. last, which begin among at most `width` words start .. stop - 1: binary searches side by
@@ -180,9 +147,9 @@ def write_starts(
     for some in tl.range(first, last + 1, searched):
         tile = some + tl.arange(0, searched)
         ours = tile < n_tiles
-        origin = tl.load(geometry.origin + tile, mask=ours, other=0)
-        place = tl.load(geometry.base + tile, mask=ours, other=0) - origin
-        place, its_chunk = (place + tl.load(geometry.low + tile, mask=ours, other=0)).to(tl.int32), origin // chunk
+        origin = tl.load(cut.origin + tile, mask=ours, other=0)
+        place = tl.load(cut.base + tile, mask=ours, other=0) - origin
+        place, its_chunk = (place + tl.load(cut.low + tile, mask=ours, other=0)).to(tl.int32), origin // chunk
         begin, end, upto = tile * 0 + stop, tile * 0 + stop, 0
         for number in tl.range(0, n_chunks):
             begin = tl.where(ours & (its_chunk == number), upto, begin)
@@ -200,7 +167,7 @@ def write_starts(
 
 @triton.jit(do_not_specialize=["n_ranks", "n_tiles", "n_chunks", "chunk", "n_slots", "steps"])
 def check_kernel(
-    words, stride: tl.int64, counts, exponents, sound, geometry, found, bad, starts, n_ranks, n_tiles, n_chunks, chunk,
+    words, stride: tl.int64, counts, exponents, sound, cut, found, bad, starts, n_ranks, n_tiles, n_chunks, chunk,
     numel: tl.int64, n_slots, steps, hybrid: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
     searched: tl.constexpr,
 ):  # fmt: skip
@@ -218,7 +185,7 @@ def check_kernel(
     stop = tl.minimum(start + width, total)
     right, slot, wrong, lowest = False, 0, False, 127
     if (start + width < total) & (whole >= 0):  # behind the last words there may be tiles without any
-        right, slot = look(message, start, whole, geometry, starts + rank, n_ranks, chunk, numel, n_slots, size, width)
+        right, slot = look(message, start, whole, cut, starts + rank, n_ranks, chunk, numel, n_slots, size, width)
     if right:
         lowest = tl.load(its_exponents + slot)
     elif (start < total) | (start == 0):
@@ -226,11 +193,11 @@ def check_kernel(
             wrong = wrong_places(message, start, its_counts, n_chunks, chunk, numel, total, width)
             lowest = lowest_of(its_exponents, n_slots)
         before, last = tiles_around(
-            message, start, stop, its_counts, geometry, n_tiles, n_chunks, chunk, numel, n_slots, steps, size
+            message, start, stop, its_counts, cut, n_tiles, n_chunks, chunk, numel, n_slots, steps, size
         )
         last = tl.where(stop == total, n_tiles, last)
         write_starts(
-            message, start, stop, its_counts, geometry, before + 1, last, starts + rank, n_ranks, n_tiles, n_chunks,
+            message, start, stop, its_counts, cut, before + 1, last, starts + rank, n_ranks, n_tiles, n_chunks,
             chunk, width, searched,
         )  # fmt: skip
     if wrong:
@@ -240,8 +207,7 @@ def check_kernel(
         lowest = 127
     if lowest < SAFE:
         small = has_small(
-            message, start, its_counts, n_chunks, chunk, numel, its_exponents, geometry.ends, n_slots, steps, wrong,
-            width,
+            message, start, its_counts, n_chunks, chunk, numel, total, its_exponents, cut.end, n_slots, steps, width
         )  # fmt: skip
         tl.store(found + rank * 2 + 1, 1, mask=small)
         tl.store(bad, 1, mask=small)
@@ -278,14 +244,14 @@ def add_words(memory, word, have, exponent, tau, share, origin, hybrid: tl.const
 
 @triton.jit(do_not_specialize=["n_ranks", "n_slots"])
 def add_kernel(
-    words, stride: tl.int64, starts, bad, exponents, base, low, high, slot, origin, out, tau, share, n_ranks, n_slots,
+    words, stride: tl.int64, starts, bad, exponents, cut, out, tau, share, n_ranks, n_slots,
     hybrid: tl.constexpr, size: tl.constexpr, lanes: tl.constexpr, piece: tl.constexpr,
 ):  # fmt: skip
     """One program a tile, which is summed up in shared memory and goes to global memory once; if `bad`, never."""
     tile, lane, is_bad = tl.program_id(0), tl.arange(0, lanes), tl.load(bad)
     memory = shared.reserve(size)
-    its_base, its_exponents = tl.load(base + tile), exponents + tl.load(slot + tile)
-    its_origin = (its_base - tl.load(origin + tile)).to(tl.int32)
+    its_base, its_exponents = tl.load(cut.base + tile), exponents + tl.load(cut.slot + tile)
+    its_origin = (its_base - tl.load(cut.origin + tile)).to(tl.int32)
     shared.clear(memory, size)
     for first in tl.range(0, n_ranks, AHEAD):
         bounds = starts + tile * n_ranks
@@ -299,7 +265,7 @@ def add_kernel(
                 add_words(memory, word, at + lane < end, exponent, tau, share, its_origin, hybrid)
                 word = following
     tl.debug_barrier()
-    its_low, its_high = tl.load(low + tile), tl.where(is_bad == 0, tl.load(high + tile), 0)
+    its_low, its_high = tl.load(cut.low + tile), tl.where(is_bad == 0, tl.load(cut.high + tile), 0)
     for start in tl.range(0, size, piece):
         place = start + tl.arange(0, piece)
         value = shared.get(memory, place).to(tl.float32, bitcast=True)
@@ -329,10 +295,9 @@ def add(
     if tiles.n_tiles:
         exponents = exponents.contiguous()
         starts = _check(words, counts.contiguous(), sound, exponents, tiles, rule, chunk, found)
-        places = (tiles.base, tiles.low, tiles.high, tiles.slot, tiles.origin)
         values = (float(np.float32(rule.tau or 0)), 1 / n_ranks, n_ranks, tiles.n_slots)
         add_kernel[(tiles.n_tiles,)](
-            words, words.stride(0), starts, found[-1:], exponents, *places, out, *values,
+            words, words.stride(0), starts, found[-1:], exponents, tiles.table, out, *values,
             hybrid=rule.tau is not None, size=TILE, lanes=ADDED, piece=WRITTEN, num_warps=WARPS, **UNFUSED,
         )  # fmt: skip
     return found[:-1].view(n_ranks, len(PROBLEMS)).view(torch.bool)
@@ -345,10 +310,9 @@ def _check(
     each tile, and all: int32 [tiles + 1, W], if nothing is wrong."""
     n_ranks, n_tiles = len(words), tiles.n_tiles
     starts = torch.empty(n_tiles + 1, n_ranks, dtype=torch.int32, device=words.device)
-    geometry = TileTable(tiles.base, tiles.low, tiles.origin, tiles.first_of_slot, tiles.first_of_chunk, tiles.end)
     numbers = (n_ranks, n_tiles, counts.shape[1], chunk, tiles.numel, tiles.n_slots, tiles.n_slots.bit_length())
     check_kernel[(max(1, -(-words.shape[1] // CHECKED)), n_ranks)](
-        words, words.stride(0), counts, exponents, sound, geometry, found, found[-1:], starts, *numbers,
+        words, words.stride(0), counts, exponents, sound, tiles.table, found, found[-1:], starts, *numbers,
         hybrid=rule.tau is not None, size=TILE, width=CHECKED, searched=SEARCHED, num_warps=CHECKING_WARPS, maxnreg=64,
     )  # fmt: skip
     return starts

@@ -17,45 +17,39 @@ from gradwire.codec.gpu.records import (
     SPAN,
     SPILLED,
     WINDOW,
-    Held,
-    census,
     class_of,
-    counters,
     exponent_of,
     is_short,
     limits_of,
-    old_variance,
     overlap,
+    read,
     spilled_part,
     tally,
     total_of,
+    variance_of,
+    write,
 )
 
 CLEARED = tl.constexpr(1024)  # words at a time of `clear`
 
 
 @triton.jit
-def settle(at, r, v, bits, classes, sent, top, state, quantum, feedback: tl.constexpr):
+def settle(at, r, v, bits, classes, sent, top, state, base, rule):
     """r and v of the sent elements after the send; r = v = 0 is already written."""
-    if quantum.hybrid:
-        value = tl.where(bits < 0, -quantum.tau, quantum.tau)
-        tl.store(state.residual + at, r - value, mask=sent)
-        if quantum.weighed:
-            rest = tl.maximum(v - tl.abs(r) * 2.0 * quantum.tau + quantum.tau_square, 0.0)
-            tl.store(state.variance + at, rest, mask=sent)
-    elif feedback:
-        value = ((top - classes) << 23).to(tl.float32, bitcast=True)
-        rest = r - tl.where(bits < 0, -value, value)
-        tl.store(state.residual + at, rest, mask=sent)
-        if quantum.weighed:
-            tl.store(state.variance + at, rest * rest, mask=sent)
+    if rule.hybrid or rule.feedback:
+        size = rule.tau if rule.hybrid else ((top - classes) << 23).to(tl.float32, bitcast=True)
+        rest = r - tl.where(bits < 0, -size, size)
+        if rule.hybrid:
+            write(state, at, rest, tl.maximum(v - tl.abs(r) * 2.0 * rule.tau + rule.tau_square, 0.0), sent, base)
+        else:
+            write(state, at, rest, rest * rest, sent, base)
 
 
 @triton.jit
-def word_of(bits, classes, place, quantum):
+def word_of(bits, classes, place, rule):
     """Sign, d and the place within its chunk."""
     sign = bits & -0x80000000
-    if quantum.hybrid:
+    if rule.hybrid:
         return sign | place
     return sign | (classes << 28) | place
 
@@ -79,8 +73,8 @@ def steps_of(classes, last):
 
 @triton.jit
 def emit_spilled(
-    tile, slot, n_sent, begin, prefix, origin, top, limits, state, cut, test, quantum, found, sums, plan, words,
-    feedback: tl.constexpr, size: tl.constexpr,
+    tile, slot, n_sent, begin, prefix, origin, top, limits, state, cut, rule, found, sums, plan, words,
+    size: tl.constexpr,
 ):  # fmt: skip
     """A tile that is not in the scratch: its sent elements go to the reserve, for the undo, and it counts as stored.
 
@@ -91,23 +85,19 @@ def emit_spilled(
     carry, codes = 0, tl.zeros((CLASSES,), tl.int32)
     for start in tl.range(0, size, SPAN):
         lane = start + tl.arange(0, SPAN)
-        classes, r, v, inside = spilled_part(tile, slot, start, top, state, cut, test, quantum)
+        classes, r, v, inside = spilled_part(tile, slot, start, top, state, cut, rule)
         bits = r.to(tl.int32, bitcast=True)
         step = steps_of(classes, limits[0])
         sent, number = choose(classes, carry + tl.cumsum(step) - step, prefix, limits)
         carry += tl.sum(step)
-        codes += census(tl.where(sent, classes, DROPPED))
-        word = word_of(bits, classes, origin + lane, quantum)
+        codes += total_of(tally(classes, sent), SPAN)
+        word = word_of(bits, classes, origin + lane, rule)
         tl.store(words + begin + number, word, mask=sent)
         tl.store(found.place + position + number, lane.to(tl.int16), mask=sent)
-        tl.store(found.residual + position + number, r, mask=sent)
-        if quantum.weighed:
-            tl.store(found.variance + position + number, v, mask=sent)
-        tl.store(state.residual + base + lane, 0.0, mask=sent)
-        if quantum.weighed:
-            tl.store(state.variance + base + lane, tl.where(sent, 0.0, v * test.zeta), mask=inside)
+        write(found, number, r, v, sent, position)
+        write(state, lane, tl.where(sent, 0.0, r), tl.where(sent, 0.0, v * rule.zeta), inside, base)
         tl.debug_barrier()
-        settle(base + lane, r, v, bits, classes, sent, top, state, quantum, feedback)
+        settle(lane, r, v, bits, classes, sent, top, state, base, rule)
     tl.store(found.position + tile, position)
     tl.store(found.count + tile, n_sent)
     return codes
@@ -122,8 +112,8 @@ def candidates(found, source, have):
 
 @triton.jit
 def emit_rows(
-    position, kept, begin, prefix, origin, top, limits, here, test, quantum, found, words,
-    whom: tl.constexpr, feedback: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
+    position, kept, begin, prefix, origin, top, limits, state, base, rule, found, words,
+    whom: tl.constexpr, size: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Candidates of tiles that are in the scratch. whom: ALL, those still in the WINDOW, or those CHOSEN by `limits`.
 
@@ -136,7 +126,7 @@ def emit_rows(
         place, r, have, source = next_place, next_residual, lane < kept[:, None], position[:, None] + lane
         next_place, next_residual = candidates(found, source + lanes, lane + lanes < kept[:, None])
         bits = r.to(tl.int32, bitcast=True)
-        classes = class_of(bits, top, quantum)
+        classes = class_of(bits, top, rule)
         # Said to be contiguous along a row so that a warp keeps to its row; masks keep stores one element wide.
         at = tl.max_contiguous((tl.arange(0, rows) * size)[:, None] + place, (1, 2))
         if whom == ALL:
@@ -151,58 +141,56 @@ def emit_rows(
             sent, before = choose(classes, carry[:, None] + tl.cumsum(step, axis=1) - step, prefix[:, None], limits)
             carry += tl.sum(step, axis=1)
             to = tl.max_contiguous(begin[:, None] + before, (1, 2))
-        tl.store(words + to, word_of(bits, classes, origin + at, quantum), mask=sent)
+        tl.store(words + to, word_of(bits, classes, origin + at, rule), mask=sent)
         packed += tally(classes, sent)
         if whom == CHOSEN:
             left = have & (sent == 0)
-            if quantum.weighed:
-                v = tl.load(found.variance + source, mask=left, other=0.0)
-            tl.store(here.residual + at, r, mask=left)
-            if quantum.weighed:
-                tl.store(here.variance + at, v * test.zeta, mask=left)
+            write(state, at, r, variance_of(found, source, left) * rule.zeta, left, base)
             tl.store(found.place + source, tl.full((rows, lanes), -1, tl.int16), mask=left)
-        if quantum.hybrid or feedback:
-            v = old_variance(found.variance + source, sent, quantum)
-            settle(at, r, v, bits, classes, sent, top, here, quantum, feedback)
+        settle(at, r, variance_of(found, source, sent), bits, classes, sent, top, state, base, rule)
         lane += lanes
     return packed
 
 
 @triton.jit
+def add_codes(sent, slot, rule, report):
+    """sent [8]: of each class."""
+    column = tl.arange(0, CLASSES)
+    codes = tl.where(column == 0, tl.sum(sent), 0) if rule.hybrid else sent
+    tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+
+
+@triton.jit
 def emit_kernel(
-    state, cut, test, quantum, found, sums, plan, report,
-    feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
+    state, cut, rule, found, sums, plan, report,
+    size: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """One program for `rows` tiles of a group from which nobody has to choose; columns are candidates.
 
     Apart from `emit_cut_kernel`, which needs twice the registers: here it counts how many programs run at a time.
     """
     number, first = tl.program_id(0) * rows // group, tl.program_id(0) * rows % group
-    row, column = number * group + first + tl.arange(0, rows), tl.arange(0, CLASSES)
+    row = number * group + first + tl.arange(0, rows)
     count, kind = tl.load(found.count + row), tl.load(plan.kind + number)
     if (kind != CHOSEN) & (tl.max(count) != 0):
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
         origin = (base - tl.load(cut.origin + number)).to(tl.int32) + first * size
-        offset = base + first * size
-        here = Held(state.residual + offset, state.variance + offset)
-        top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
+        base += first * size
+        top = exponent_of(tl.load(sums.tops + slot * APART), rule)
         position = tl.load(found.position + row, mask=count > 0, other=0)
         begin = tl.load(plan.begin + number) + tl.load(plan.before + row)
         limits = (8, 0, 0, 0)
         if kind == ALL:
             packed = emit_rows(
-                position, count, begin, begin, origin, top, limits, here, test, quantum, found, report.words,
-                ALL, feedback, size, rows, lanes,
+                position, count, begin, begin, origin, top, limits, state, base, rule, found, report.words,
+                ALL, size, rows, lanes,
             )  # fmt: skip
         else:
             packed = emit_rows(
-                position, count, begin, begin, origin, top, limits, here, test, quantum, found, report.words,
-                WINDOW, feedback, size, rows, lanes,
+                position, count, begin, begin, origin, top, limits, state, base, rule, found, report.words,
+                WINDOW, size, rows, lanes,
             )  # fmt: skip
-        codes = total_of(packed, rows * size)
-        if quantum.hybrid:
-            codes = tl.where(column == 0, tl.sum(codes), 0)
-        tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+        add_codes(total_of(packed, rows * size), slot, rule, report)
 
 
 @triton.jit
@@ -215,8 +203,8 @@ def clear(words, begin, n_words, width: tl.constexpr):
 
 @triton.jit
 def emit_cut_kernel(
-    state, cut, test, quantum, found, sums, plan, report, n_words,
-    feedback: tl.constexpr, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
+    state, cut, rule, found, sums, plan, report, n_words,
+    size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """As `emit_kernel`, one program a group, for the other groups: without room for all, or with tiles spilled.
 
@@ -228,24 +216,23 @@ def emit_cut_kernel(
         row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
         count = tl.load(found.count + row)
         slot, base = tl.load(cut.slot + number), tl.load(cut.base + number * group)
-        here = Held(state.residual + base, state.variance + base)
         origin = (base - tl.load(cut.origin + number)).to(tl.int32)
-        top, limits = exponent_of(tl.load(sums.tops + slot * APART), quantum), limits_of(plan, slot)
+        top, limits = exponent_of(tl.load(sums.tops + slot * APART), rule), limits_of(plan, slot)
         last = limits[0]
         position = tl.load(found.position + row, mask=count > 0, other=0)
         histogram = tl.load(plan.histogram + row[:, None] * CLASSES + column[None, :])
         partial = tl.sum(tl.where(column[None, :] == last, histogram, 0), axis=1)
         prefix = tl.cumsum(partial) - partial
         if last < CLASSES:
-            prefix += tl.load(plan.prefix + number) - tl.load(plan.prefix + tl.load(cut.first_of_slot + slot))
+            prefix += tl.load(plan.prefix + number)
         n_sent = tl.sum(tl.where(column[None, :] < last, histogram, 0), axis=1) + overlap(prefix, partial, limits)
         begin = tl.load(plan.begin + number) + tl.cumsum(n_sent) - n_sent
         kept = tl.where(position != SPILLED, count, 0)
         packed = emit_rows(
-            position, kept, begin, prefix, origin, top, limits, here, test, quantum, found, report.words,
-            CHOSEN, feedback, size, group, lanes,
+            position, kept, begin, prefix, origin, top, limits, state, base, rule, found, report.words,
+            CHOSEN, size, group, lanes,
         )  # fmt: skip
-        codes = tl.sum(counters(packed), axis=0)
+        codes = total_of(packed, group * size)
         if tl.min(position) == SPILLED:
             for tile in tl.range(number * group, number * group + group):
                 if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
@@ -254,17 +241,15 @@ def emit_cut_kernel(
                     its_prefix = tl.sum(tl.where(row == tile, prefix, 0))
                     its_origin = origin + (tile - number * group) * size
                     codes += emit_spilled(
-                        tile, slot, its_count, its_begin, its_prefix, its_origin, top, limits, state, cut, test,
-                        quantum, found, sums, plan, report.words, feedback, size,
+                        tile, slot, its_count, its_begin, its_prefix, its_origin, top, limits, state, cut, rule,
+                        found, sums, plan, report.words, size,
                     )  # fmt: skip
         if not is_short(slot, sums, plan):
-            if quantum.hybrid:
-                codes = tl.where(column == 0, tl.sum(codes), 0)
-            tl.atomic_add(report.codes + slot * CLASSES + column, codes, sem="relaxed")
+            add_codes(codes, slot, rule, report)
 
 
 @triton.jit
-def put_back_kernel(state, cut, quantum, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr):
+def put_back_kernel(state, cut, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr):
     """Undo, one program a group."""
     row = tl.program_id(0) * group + tl.arange(0, group)
     count = tl.load(found.count + row)
@@ -275,10 +260,6 @@ def put_back_kernel(state, cut, quantum, found, size: tl.constexpr, group: tl.co
         source = position[:, None] + lane
         place = tl.load(found.place + source, mask=lane < count[:, None], other=-1)
         sent = place >= 0
-        r = tl.load(found.residual + source, mask=sent, other=0.0)
-        if quantum.weighed:
-            v = tl.load(found.variance + source, mask=sent, other=0.0)
+        r, v = read(found, source, sent)
         at = tl.max_contiguous((tl.arange(0, group) * size)[:, None] + place, (1, 2))
-        tl.store(state.residual + base + at, r, mask=sent)
-        if quantum.weighed:
-            tl.store(state.variance + base + at, v, mask=sent)
+        write(state, at, r, v, sent, base)

@@ -20,7 +20,6 @@ KEY, MULTIPLIER = tl.constexpr(header.KEY), tl.constexpr(header.MULTIPLIER)
 OWN = tl.constexpr(header.CHECKSUM.start // 2)  # the pair of words that the checksum is in
 SUMMED, ROUNDS = 1024, 2  # pairs of words at a time, and how often
 LOOKED_AT = 256  # words at a time
-_FLAGS = 5
 
 
 @triton.jit
@@ -72,27 +71,28 @@ def copy_words(source, target, n_words, width: tl.constexpr):
 
 
 @triton.jit
-def fixed_word(at, magic, kind, digest_low, digest_high, step, n_slots, n_chunks):
-    """What word `at` of the first eight is on every rank; 0 for the flags and from word 8 on."""
+def fixed_word(at, magic, kind, digest_low, digest_high, step, flags, n_slots, n_chunks):
+    """What word `at` of the first eight is; 0 from word 8 on."""
     word = tl.where(at == 0, magic, 0)
     word = tl.where(at == 1, kind, word)
     word = tl.where(at == 2, digest_low, word)
     word = tl.where(at == 3, digest_high, word)
     word = tl.where(at == 4, step, word)
+    word = tl.where(at == 5, flags, word)
     word = tl.where(at == 6, n_slots, word)
     return tl.where(at == 7, n_chunks, word)
 
 
-@triton.jit(do_not_specialize=["magic", "kind", "digest_low", "digest_high", "step", "n_slots", "n_chunks"])
+@triton.jit(do_not_specialize=["magic", "kind", "digest_low", "digest_high", "step", "flags", "n_slots", "n_chunks"])
 def head_kernel(
-    message, finite, counts, passed, exponents, orders, magic, kind, digest_low, digest_high, step, n_slots, n_chunks,
-    compact: tl.constexpr, width: tl.constexpr,
+    message, finite, counts, passed, exponents, orders,
+    magic, kind, digest_low, digest_high, step, flags, n_slots, n_chunks, compact: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """One program: everything before the body; the checksum's own words are still zeros."""
     at = tl.arange(0, 16)
-    word = fixed_word(at, magic, kind, digest_low, digest_high, step, n_slots, n_chunks)
-    flags = tl.load(finite).to(tl.int32)
-    tl.store(message + at, tl.where(at == 5, flags, word), mask=at < FIXED)
+    flags += tl.load(finite).to(tl.int32)
+    word = fixed_word(at, magic, kind, digest_low, digest_high, step, flags, n_slots, n_chunks)
+    tl.store(message + at, word, mask=at < FIXED)
     copy_words(counts, message + FIXED, n_chunks, width)
     its_passed = message + FIXED + n_chunks
     copy_words(passed, its_passed, n_slots, width)
@@ -108,9 +108,11 @@ def head_kernel(
         copy_words(orders, small + n_small, n_slots, width)
 
 
-@triton.jit(do_not_specialize=["magic", "kind", "digest_low", "digest_high", "step", "n_slots", "n_chunks", "most"])
+@triton.jit(
+    do_not_specialize=["magic", "kind", "digest_low", "digest_high", "step", "flags", "n_slots", "n_chunks", "most"]
+)
 def inspect_kernel(
-    messages, stride: tl.int64, total, problems, magic, kind, digest_low, digest_high, step, n_slots, n_chunks,
+    messages, stride: tl.int64, total, problems, magic, kind, digest_low, digest_high, step, flags, n_slots, n_chunks,
     most: tl.int64, width: tl.constexpr,
 ):  # fmt: skip
     """Program: a rank. problems uint8 [W, 7], in the order of header.PROBLEMS; total: their checksums."""
@@ -118,7 +120,7 @@ def inspect_kernel(
     message, out = messages + rank * stride, problems + rank * 7
     at = tl.arange(0, 8)
     word = tl.load(message + at)
-    other = (word != fixed_word(at, magic, kind, digest_low, digest_high, step, n_slots, n_chunks)).to(tl.int32)
+    other = (word != fixed_word(at, magic, kind, digest_low, digest_high, step, flags, n_slots, n_chunks)).to(tl.int32)
     tl.store(out, tl.max(tl.where(at == 0, other, 0)).to(tl.uint8))
     tl.store(out + 1, tl.max(tl.where(at == 1, other, 0)).to(tl.uint8))
     of_layout = (at == 2) | (at == 3) | (at == 6) | (at == 7)
@@ -164,7 +166,7 @@ def seal(shape: header.Shape, step: int, parts: header.Parts) -> Tensor:
     head_kernel[(1,)](
         message,
         *(part.contiguous() for part in given),
-        *_numbers(shape, step),
+        *shape.fixed(step),
         compact=orders is not None,
         width=LOOKED_AT,
     )
@@ -180,12 +182,6 @@ def inspect(messages: Tensor, shape: header.Shape, step: int) -> Tensor:
     problems = torch.empty(len(messages), len(header.PROBLEMS), dtype=torch.uint8, device=messages.device)
     total = checksum(messages).view(torch.int64)
     inspect_kernel[(len(messages),)](
-        messages, messages.stride(0), total, problems, *_numbers(shape, step), shape.most, width=LOOKED_AT
+        messages, messages.stride(0), total, problems, *shape.fixed(step), shape.most, width=LOOKED_AT
     )
     return problems.view(torch.bool)
-
-
-def _numbers(shape: header.Shape, step: int) -> list[int]:
-    """The words that are the same on every rank, without the flags."""
-    fixed = shape.fixed(step)
-    return fixed[:_FLAGS] + fixed[_FLAGS + 1 :]

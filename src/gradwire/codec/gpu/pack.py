@@ -12,6 +12,7 @@ B blocks, K tensors. Bit positions are counted from the start of a payload.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.codec.form import Blocks
-from gradwire.codec.gpu.directory import cut_of, low_bits
+from gradwire.codec.gpu.blocks import cut_of, low_bits
 
 PLACE = tl.constexpr((1 << 28) - 1)
 SKEWED = tl.constexpr(1 << 24)
@@ -300,15 +301,12 @@ def pack(words: Tensor, counts: Tensor, codes: Tensor, blocks: Blocks, chunk: in
     device, count, n_slots = words.device, blocks.count, len(blocks.layout)
     group_bits = (count.bit_length() + 1) // 2  # as many groups of blocks as blocks in a group
     n_groups = -(-count >> group_bits)
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
-
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     zeros, (orders, classes, extras) = empty(blocks.words + n_groups), empty(3, n_slots)
     body, sums = zeros[: blocks.words], zeros[blocks.words :]
     starts, sizes, unary_bits, low_bits = empty(4, count + 1)
     draft = Draft(starts, sizes, unary_bits, low_bits, sums, group_bits, classes, extras)
-    source, cut = WordSource(words, counts, len(counts), chunk), cut_of(blocks, device)[0]
+    source, cut = WordSource(words, counts, len(counts), chunk), cut_of(blocks, device)
     n_programs = max(n_slots, count // FOUND + 1)
     share = -(-len(zeros) // n_programs)
     prepare_kernel[(n_programs,)](

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from gradwire.codec.gpu import shared_memory as shared
-from gradwire.codec.gpu.directory import low_bits
+from gradwire.codec.gpu.blocks import low_bits
 
 SKEWED = tl.constexpr(1 << 24)
 # Of class 0 in the lowest byte to class 3: its first symbol, and its extra bits << 4.

@@ -28,66 +28,32 @@ ALIGN = tl.constexpr(TILE_ALIGN)
 SPAN = tl.constexpr(256)  # places of a spilled tile at a time: no more registers than the candidates take
 
 
-class TileGeometry(NamedTuple):
-    """The geometry: see `Tiles`."""
-
-    base: Any
-    low: Any
-    high: Any
-    slot: Any
-    origin: Any
-    first_of_slot: Any
-    first_of_chunk: Any
-    offset: Any
-    length: Any
-    live: Any
-
-
-class Visit(NamedTuple):
-    """Tiles to be streamed: number, tensor, and where each begins, in units of ALIGN.
-
-    By themselves, so that a program has its address after one read. H200, ratio 10,000: 1.500 ms to 1.494.
-    """
-
-    tile: Any
-    slot: Any
-    base: Any
-
-
 class Held(NamedTuple):
-    """r and v. Where v does not count nobody keeps it, and what stands in its place may not be touched."""
+    """r and v, or g and m. None in the place of v and m where v does not count: nobody keeps them."""
 
     residual: Any
     variance: Any
 
 
-class Test(NamedTuple):
-    """r^2 > alpha v + floor_square and |r| >= least.
+class RuleTerms(NamedTuple):
+    """The rule as kernels compute with it: r^2 > alpha v + floor_square and |r| >= least.
 
-    scored: r^2 - alpha v >= limit instead, float32 [K] (limits.py).
+    limit: with a density r^2 - alpha v >= limit instead, float32 [K] (limits.py); without one None.
+    half, unbiased: the rounding. hybrid: tau is all that is sent; tau_binade: its biased exponent; tau_square: tau^2.
     """
 
     alpha: Any
     zeta: Any
     least: Any
     floor_square: Any
-    scored: Any
     limit: Any
-
-
-class Quantum(NamedTuple):
-    """How sizes become classes. hybrid: tau is all that is sent; tau_binade: its biased exponent; tau_square: tau^2.
-
-    weighed: whether v counts. A constant only in what a kernel is given: in a tuple that it makes itself it is none.
-    """
-
     half: Any
     unbiased: Any
     hybrid: Any
     tau: Any
     tau_binade: Any
     tau_square: Any
-    weighed: Any
+    feedback: Any
 
 
 class Found(NamedTuple):
@@ -105,7 +71,7 @@ class Found(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Zeroed before the first kernel: places taken of the pool and of the reserve; a bad value, a tensor cut short.
+    """Zeroed before the first kernel: places taken of the pool and of the reserve; whether there is a bad value.
 
     By tensor: bits of the largest |r| [K, APART], of which the first counts; candidates [K, APART], to be added up;
     how many of each class [K, 8]. Programs that raise the same word, or one beside it, wait for each other.
@@ -121,7 +87,8 @@ class Sums(NamedTuple):
 class Plan(NamedTuple):
     """numbers: step * GOLDEN, eights in the scratch, capacity [K]. limits [K, 4]: cut class, its room, before, total.
 
-    histogram: classes by tile; by_group: classes by group; prefix, begin [G]: partial ones and words before the group;
+    histogram: classes by tile; by_group: classes by group; prefix [G]: of the cut class, in the tensor's groups before;
+    begin [G]: words of the group, then (`scan`) of all before it;
     kind [G]: who is sent: ALL candidates, all in the WINDOW (the others have been given back), or CHOSEN ones;
     before [T]: words of the group before the tile, unless some are chosen.
     """
@@ -148,67 +115,86 @@ class EncodeOutputs(NamedTuple):
 
 
 @triton.jit
-def passing(a, b, least, slot, test):
+def is_live(cut, slot):
+    """Whether a tensor has a gradient."""
+    live = True
+    if cut.live is not None:
+        live = tl.load(cut.live + slot) != 0
+    return live
+
+
+@triton.jit
+def variance_of(held, at, have, base=0):
+    """v at some places from `base` on, 0 but for those we `have` (None: all of them), and 0 where it does not count."""
+    v = tl.zeros_like(at).to(tl.float32)
+    if held.variance is not None:
+        v = tl.load(held.variance + base + at, mask=have, other=None if have is None else 0.0)
+    return v
+
+
+@triton.jit
+def read(held, at, have, base=0):
+    """r and v."""
+    r = tl.load(held.residual + base + at, mask=have, other=None if have is None else 0.0)
+    return r, variance_of(held, at, have, base)
+
+
+@triton.jit
+def write(held, at, r, v, have, base=0):
+    """r, and v where it counts."""
+    tl.store(held.residual + base + at, r, mask=have)
+    if held.variance is not None:
+        tl.store(held.variance + base + at, v, mask=have)
+
+
+@triton.jit
+def passing(a, b, least, slot, rule):
     """Elements of tensor `slot`: r + g, v + m."""
-    if test.scored:  # limits.py says why a comparison of floats has the same result as one of bits
-        return (a * a - b * test.alpha >= tl.load(test.limit + slot)) & (tl.abs(a) >= least)
-    return (a * a > b * test.alpha + test.floor_square) & (tl.abs(a) >= least)
+    if rule.limit is None:
+        clear = a * a > b * rule.alpha + rule.floor_square
+    else:  # limits.py says why a comparison of floats has the same result as one of bits
+        clear = a * a - b * rule.alpha >= tl.load(rule.limit + slot)
+    return clear & (tl.abs(a) >= least)
 
 
 @triton.jit
-def four(grad, moment, state, base, low, high, quantum, whole: tl.constexpr, size: tl.constexpr):
-    """r, v, g, m of one tile; 0 outside of it, and v = m = 0 where they do not count."""
-    lane = tl.arange(0, size)
-    r_at, v_at = state.residual + base + lane, state.variance + base + lane
-    g_at, m_at = grad + base + lane, moment + base + lane
-    inside = (lane >= low) & (lane < high)
-    # No hints to the cache: with evict_first for g and m all of it took 1.79 ms instead of 1.63 (H200, ratio 10).
-    if not quantum.weighed:
-        v, m = tl.zeros((size,), tl.float32), tl.zeros((size,), tl.float32)
-        if whole:
-            r, g = tl.load(r_at), tl.load(g_at)
-        else:
-            r, g = tl.load(r_at, mask=inside, other=0.0), tl.load(g_at, mask=inside, other=0.0)
-    elif whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
-        r, v, g, m = tl.load(r_at), tl.load(v_at), tl.load(g_at), tl.load(m_at)
-    else:
-        r, v = tl.load(r_at, mask=inside, other=0.0), tl.load(v_at, mask=inside, other=0.0)
-        g, m = tl.load(g_at, mask=inside, other=0.0), tl.load(m_at, mask=inside, other=0.0)
-    return r, v, g, m
+def summed(given, state, at, inside, base):
+    """(r + g, v + m, who is finite) of some places; a bad value adds nothing.
 
-
-@triton.jit
-def summed(r, v, g, m):
-    """(r + g, v + m, who is finite); a bad value adds nothing."""
+    inside: None of a whole tile, because a mask that could end anywhere makes every load 4 bytes wide.
+    No hints to the cache: with evict_first for g and m all of `stream` took 1.79 ms instead of 1.63 (H200, ratio 10).
+    """
+    r, v = read(state, at, inside, base)
+    g, m = read(given, at, inside, base)
     a, b = r + g, v + m
     good = (tl.abs(a) < float("inf")) & (tl.abs(b) < float("inf"))
     return tl.where(good, a, r), tl.where(good, b, v), good
 
 
 @triton.jit
-def exponent_of(top, quantum):
+def exponent_of(top, rule):
     """Biased exponent of a tensor from the bits of its largest |r|."""
-    if quantum.unbiased:
-        top += quantum.half
+    if rule.unbiased:
+        top += rule.half
     return tl.minimum(top >> 23, 254)
 
 
 @triton.jit
-def least_sent(known, test, quantum):
+def least_sent(known, rule):
     """The smallest |r| that can be sent if the tensor's largest one is at least `known` (bits)."""
-    if quantum.hybrid:
-        return test.least
-    bound = ((exponent_of(known, quantum) - 7) << 23) - quantum.half
-    return tl.maximum(tl.maximum(bound, 0).to(tl.float32, bitcast=True), test.least)
+    if rule.hybrid:
+        return rule.least
+    bound = ((exponent_of(known, rule) - 7) << 23) - rule.half
+    return tl.maximum(tl.maximum(bound, 0).to(tl.float32, bitcast=True), rule.least)
 
 
 @triton.jit
-def class_of(bits, top, quantum):
+def class_of(bits, top, rule):
     """0 is the largest; with tau: how many binades |r| is above it, 7 at the end. 8: not in the window."""
     size = bits & MAGNITUDE
-    if quantum.hybrid:
-        return 7 - tl.minimum((size >> 23) - quantum.tau_binade, 7)
-    return tl.minimum(tl.maximum(top - ((size + quantum.half) >> 23), 0), DROPPED)
+    if rule.hybrid:
+        return 7 - tl.minimum((size >> 23) - rule.tau_binade, 7)
+    return tl.minimum(tl.maximum(top - ((size + rule.half) >> 23), 0), DROPPED)
 
 
 @triton.jit
@@ -241,48 +227,36 @@ def tally(classes, counted):
 
 
 @triton.jit
-def counters(packed):
-    """Sums of tallies [rows, lanes] along the rows: int32 [rows, 8]. A lane counts less than 256."""
-    column = tl.arange(0, CLASSES)[None, :]
-    even = tl.sum(packed & 0x00FF00FF00FF00FF, axis=1)
-    odd = tl.sum((packed >> 8) & 0x00FF00FF00FF00FF, axis=1)
-    pair = tl.where((column & 1) == 1, odd[:, None], even[:, None])
-    return ((pair >> (16 * (column >> 1)).to(tl.int64)) & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def total_of(packed, most: tl.constexpr):
-    """Sum of tallies [rows, lanes] of at most `most` candidates: int32 [8]."""
-    if most >= 1 << 16:
-        return tl.sum(counters(packed), axis=0)
+def unfolded(even, odd):
+    """Sums of four counters each, of sixteen bits, to int32 [.., 8]."""
     column = tl.arange(0, CLASSES)
-    even, odd = tl.sum(packed & 0x00FF00FF00FF00FF), tl.sum((packed >> 8) & 0x00FF00FF00FF00FF)
     return ((tl.where((column & 1) == 1, odd, even) >> (16 * (column >> 1)).to(tl.int64)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
-def census(classes):
-    """How many there are of each class: [n] to int32 [8]. For spilled tiles only."""
-    column = tl.arange(0, CLASSES)
-    return tl.sum((classes[:, None] == column[None, :]).to(tl.int32), axis=0)
+def counters(packed):
+    """Sums of tallies [rows, lanes] along the rows: int32 [rows, 8]. A lane counts less than 256."""
+    even = tl.sum(packed & 0x00FF00FF00FF00FF, axis=1)
+    odd = tl.sum((packed >> 8) & 0x00FF00FF00FF00FF, axis=1)
+    return unfolded(even[:, None], odd[:, None])
 
 
 @triton.jit
-def old_variance(at, have, quantum):
-    """v where it counts, 0 where not."""
-    v = tl.where(have, 0.0, 0.0)
-    if quantum.weighed:
-        v = tl.load(at, mask=have, other=0.0)
-    return v
+def total_of(packed, most: tl.constexpr):
+    """Sum of tallies [rows, lanes] of at most `most` candidates: int32 [8]. With few it takes `emit` a third fewer
+    instructions to add up what is packed."""
+    if most >= 1 << 16:
+        total = tl.sum(counters(packed), axis=0)
+    else:
+        total = unfolded(tl.sum(packed & 0x00FF00FF00FF00FF), tl.sum((packed >> 8) & 0x00FF00FF00FF00FF))
+    return total
 
 
 @triton.jit
-def spilled_part(tile, slot, start, top, state, cut, test, quantum):
+def spilled_part(tile, slot, start, top, state, cut, rule):
     """(class or 8, r, v, lanes inside) of SPAN places of a tile that is not in the scratch."""
     lane = start + tl.arange(0, SPAN)
-    base = tl.load(cut.base + tile)
     inside = (lane >= tl.load(cut.low + tile)) & (lane < tl.load(cut.high + tile))
-    r = tl.load(state.residual + base + lane, mask=inside, other=0.0)
-    v = old_variance(state.variance + base + lane, inside, quantum)
-    classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
-    return tl.where(passing(r, v, test.least, slot, test), classes, DROPPED), r, v, inside
+    r, v = read(state, lane, inside, tl.load(cut.base + tile))
+    classes = class_of(r.to(tl.int32, bitcast=True), top, rule)
+    return tl.where(passing(r, v, rule.least, slot, rule), classes, DROPPED), r, v, inside

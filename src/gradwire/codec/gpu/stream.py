@@ -2,7 +2,7 @@
 
     stream     r += g, v += m, test; who passes gets r = v = 0 and is written down tile by tile, in the scratch
     classify   who is below the window gets r and v back; how many are sent; where room is short, how many a class
-    share      per tensor: exponent, how many passed, and where room is short which class is cut, and where
+    share      per tensor: exponent, how many passed; where room is short which class is cut, where, and what is sent
     scan       where each group's words begin
     emit       the words; what is sent is settled
     emit_cut   the same where room is short, and who is not sent is put back; zeros after the last word
@@ -35,57 +35,39 @@ from gradwire.codec.gpu.records import (
     SPAN,
     SPILLED,
     WINDOW,
-    Held,
-    census,
     class_of,
     counters,
     exponent_of,
-    four,
+    is_live,
     is_short,
     least_sent,
     passing,
     spilled_part,
     summed,
     tally,
+    total_of,
+    variance_of,
+    write,
 )
 
 
 @triton.jit
-def accumulate(
-    grad, moment, slot, state, base, low, high, sums, test, quantum, whole: tl.constexpr, size: tl.constexpr
-):
+def accumulate(given, slot, state, base, lane, inside, sums, rule):
     """(r + g, v + m, who passes, bits of |r| of those or BAD, the largest known) of one tile.
 
     r and v are written as if all that pass were sent.
     """
-    top_at = sums.tops + slot * APART
-    r, v, g, m = four(grad, moment, state, base, low, high, quantum, whole, size)
+    a, b, good = summed(given, state, lane, inside, base)
     # Read by an atomic, so that all threads see the same while other programs raise it.
-    known = tl.atomic_max(top_at, 0, sem="relaxed")
-    a, b, good = summed(r, v, g, m)
-    passes = passing(a, b, least_sent(known, test, quantum), slot, test)
-    left_residual, left_variance = tl.where(passes, 0.0, a), tl.where(passes, 0.0, b * test.zeta)
-    lane = tl.arange(0, size)
-    r_at, v_at = state.residual + base + lane, state.variance + base + lane
-    if whole:
-        tl.store(r_at, left_residual)
-        if quantum.weighed:
-            tl.store(v_at, left_variance)
-    else:
-        inside = (lane >= low) & (lane < high)
-        tl.store(r_at, left_residual, mask=inside)
-        if quantum.weighed:
-            tl.store(v_at, left_variance, mask=inside)
+    known = tl.atomic_max(sums.tops + slot * APART, 0, sem="relaxed")
+    passes = passing(a, b, least_sent(known, rule), slot, rule)
+    write(state, lane, tl.where(passes, 0.0, a), tl.where(passes, 0.0, b * rule.zeta), inside, base)
     return a, b, passes, tl.where(good, tl.where(passes, a.to(tl.int32, bitcast=True) & MAGNITUDE, 0), BAD), known
 
 
 @triton.jit
-def note(
-    a, b, passes, bits, known, tile, slot, base, low, high, state, quantum, found, sums, plan,
-    whole: tl.constexpr, size: tl.constexpr,
-):  # fmt: skip
+def note(a, b, passes, bits, known, tile, slot, base, lane, inside, state, found, sums, plan):
     """Writes down who passes in one tile."""
-    lane = tl.arange(0, size)
     summary = tl.sum(passes.to(tl.int32) + ((bits > known).to(tl.int32) << 16))
     count = summary & 0xFFFF
     tl.store(found.count + tile, count)
@@ -104,48 +86,41 @@ def note(
             # shared memory first. The mask, different from lane to lane, keeps every store one element wide.
             at = tl.max_contiguous(tl.multiple_of(tl.cumsum(passes.to(tl.int32)) - 1, 4), 4)
             tl.store(found.place + position + at, lane.to(tl.int16), mask=passes)
-            tl.store(found.residual + position + at, a, mask=passes)
-            if quantum.weighed:
-                tl.store(found.variance + position + at, b, mask=passes)
+            write(found, at, a, b, passes, position)
         else:
             position = position * 0 + SPILLED
             tl.debug_barrier()
-            if whole:
-                tl.store(state.residual + base + lane, a)
-                if quantum.weighed:
-                    tl.store(state.variance + base + lane, b)
-            else:
-                inside = (lane >= low) & (lane < high)
-                tl.store(state.residual + base + lane, a, mask=inside)
-                if quantum.weighed:
-                    tl.store(state.variance + base + lane, b, mask=inside)
+            write(state, lane, a, b, inside, base)
         tl.store(found.position + tile, position)
 
 
 @triton.jit
-def stream_kernel(
-    grad, moment, state, cut, test, quantum, found, sums, plan, visit,
-    all_live: tl.constexpr, whole: tl.constexpr, size: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One program a tile of `visit`; whole: they are all full.
+def stream_tile(
+    tile, slot, base, low, high, given, state, rule, found, sums, plan, whole: tl.constexpr, size: tl.constexpr
+):
+    """A tile whose places low .. high - 1 count; whole: all of them."""
+    lane = tl.arange(0, size)
+    inside = None if whole else (lane >= low) & (lane < high)
+    a, b, passes, bits, known = accumulate(given, slot, state, base, lane, inside, sums, rule)
+    note(a, b, passes, bits, known, tile, slot, base, lane, inside, state, found, sums, plan)
+
+
+@triton.jit
+def stream_kernel(given, state, cut, rule, found, sums, plan, size: tl.constexpr, group: tl.constexpr):
+    """One program a tile.
 
     What is below the window of the largest |r| that the tensor's tiles have found so far is certainly not sent, so it
     does not pass here. How much that catches depends on the order of the tiles; what is sent does not: `classify`
     gives the rest back, one by one.
     """
-    tile, slot = tl.load(visit.tile + tl.program_id(0)), tl.load(visit.slot + tl.program_id(0))
-    base = tl.load(visit.base + tl.program_id(0)).to(tl.int64) * ALIGN
-    low, high = 0, size
-    if not whole:
-        low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
-    live = True
-    if not all_live:
-        live = tl.load(cut.live + slot) != 0
-    if live & (high > low):
-        a, b, passes, bits, known = accumulate(
-            grad, moment, slot, state, base, low, high, sums, test, quantum, whole, size
-        )
-        note(a, b, passes, bits, known, tile, slot, base, low, high, state, quantum, found, sums, plan, whole, size)
+    tile = tl.program_id(0)
+    slot, base = tl.load(cut.slot + tile // group), tl.multiple_of(tl.load(cut.base + tile), ALIGN)
+    low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
+    if is_live(cut, slot) & (high > low):
+        if high - low == size:
+            stream_tile(tile, slot, base, low, high, given, state, rule, found, sums, plan, True, size)
+        else:
+            stream_tile(tile, slot, base, low, high, given, state, rule, found, sums, plan, False, size)
     else:
         tl.store(found.count + tile, 0)
         tl.store(found.known + tile, 0)
@@ -163,7 +138,7 @@ def in_scratch(position, lane, kept):
 
 @triton.jit
 def drop_below(
-    position, kept, top, here, test, quantum, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
+    position, kept, top, state, base, rule, found, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
 ):
     """Gives r and v back to candidates below the window, of the first `kept` of every tile; how many, [group].
 
@@ -174,17 +149,13 @@ def drop_below(
         lane = start + tl.arange(0, lanes)[None, :]
         source, mask = in_scratch(position, lane, kept)
         r = tl.load(found.residual + source, mask=mask, other=0.0)
-        left = (class_of(r.to(tl.int32, bitcast=True), top, quantum) == DROPPED) & (lane < kept[:, None])
+        left = (class_of(r.to(tl.int32, bitcast=True), top, rule) == DROPPED) & (lane < kept[:, None])
         below += left.to(tl.int32)
-        place = tl.load(found.place + source, mask=left, other=0)
-        if quantum.weighed:
-            v = tl.load(found.variance + source, mask=left, other=0.0)
+        place, v = tl.load(found.place + source, mask=left, other=0), variance_of(found, source, left)
         # Said to be contiguous so that the values stay in the threads that read them; the mask keeps stores narrow.
         at = tl.multiple_of((tl.arange(0, group) * size)[:, None] + place, (1, 4))
         at = tl.max_contiguous(at, (1, 4))
-        tl.store(here.residual + at, r, mask=left)
-        if quantum.weighed:
-            tl.store(here.variance + at, v * test.zeta, mask=left)
+        write(state, at, r, v * rule.zeta, left, base)
         tl.debug_barrier()  # should another thread mark the place than has read it
         tl.store(found.place + source, tl.full((group, lanes), -1, tl.int16), mask=left)
     return tl.sum(below, axis=1)
@@ -192,7 +163,7 @@ def drop_below(
 
 @triton.jit
 def n_of_classes(
-    number, slot, count, position, top, state, cut, test, quantum, found,
+    number, slot, count, position, top, state, cut, rule, found,
     size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """How many candidates of each class are in each tile of a group, [group, 8]."""
@@ -202,22 +173,21 @@ def n_of_classes(
         lane = start + tl.arange(0, lanes)[None, :]
         source, mask = in_scratch(position, lane, kept)
         r = tl.load(found.residual + source, mask=mask, other=0.0)
-        classes = class_of(r.to(tl.int32, bitcast=True), top, quantum)
+        classes = class_of(r.to(tl.int32, bitcast=True), top, rule)
         packed += tally(classes, (lane < kept[:, None]) & (classes < DROPPED))
     histogram = counters(packed)
     if tl.min(position) == SPILLED:
         for tile in tl.range(number * group, number * group + group):
             if tl.sum(tl.where((row == tile) & (position == SPILLED), 1, 0)) != 0:
                 for start in tl.range(0, size, SPAN):
-                    classes, _r, _v, _inside = spilled_part(tile, slot, start, top, state, cut, test, quantum)
-                    histogram += tl.where((row == tile)[:, None], census(classes)[None, :], 0)
+                    classes, _r, _v, _inside = spilled_part(tile, slot, start, top, state, cut, rule)
+                    counted = total_of(tally(classes, classes < DROPPED), SPAN)
+                    histogram += tl.where((row == tile)[:, None], counted[None, :], 0)
     return histogram
 
 
 @triton.jit
-def classify_kernel(
-    state, cut, test, quantum, found, sums, plan, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr
-):
+def classify_kernel(state, cut, rule, found, sums, plan, size: tl.constexpr, group: tl.constexpr, lanes: tl.constexpr):
     """One program a group: how many candidates its tiles send; rows are tiles, columns candidates.
 
     If a tile knew the tensor's exponent, all of them, and nobody looks at them; if not, those in the window. Where room
@@ -228,22 +198,19 @@ def classify_kernel(
     row, column = number * group + tl.arange(0, group), tl.arange(0, CLASSES)
     count, known = tl.load(found.count + row), tl.load(found.known + row)
     position = tl.load(found.position + row, mask=count > 0, other=0)
-    top = exponent_of(tl.load(sums.tops + slot * APART), quantum)
+    top = exponent_of(tl.load(sums.tops + slot * APART), rule)
     if is_short(slot, sums, plan) | (tl.min(position) == SPILLED):
-        histogram = n_of_classes(
-            number, slot, count, position, top, state, cut, test, quantum, found, size, group, lanes
-        )
+        histogram = n_of_classes(number, slot, count, position, top, state, cut, rule, found, size, group, lanes)
         tl.store(plan.histogram + row[:, None] * CLASSES + column[None, :], histogram)
         tl.store(plan.kind + number, CHOSEN)
         whole = tl.sum(histogram, axis=0)
     else:
         tl.store(plan.kind + number, ALL)
-        if not quantum.hybrid:
-            kept = tl.where(exponent_of(known, quantum) != top, count, 0)
+        if not rule.hybrid:
+            kept = tl.where(exponent_of(known, rule) != top, count, 0)
             if tl.max(kept) != 0:
                 base = tl.multiple_of(tl.load(cut.base + number * group), ALIGN)
-                here = Held(state.residual + base, state.variance + base)
-                count -= drop_below(position, kept, top, here, test, quantum, found, size, group, lanes)
+                count -= drop_below(position, kept, top, state, base, rule, found, size, group, lanes)
                 tl.debug_barrier()
                 tl.store(plan.kind + number, WINDOW)
         tl.store(plan.before + row, tl.cumsum(count) - count)

@@ -1,6 +1,7 @@
 """The compact format of step 6 for CUDA: bodies to words. payload.py has what a block's program does.
 
-    directory   how many elements each block says it has; what is wrong with orders and directory
+    lengths     how long the payloads of some blocks are together
+    directory   where every payload ends, and how many elements it says it has; what is wrong with orders and directory
     read        the words, one warp a block; what is wrong with payloads and behind them
     settle      elements by chunk, and none of a message that is not right
 
@@ -12,21 +13,42 @@ B blocks, K tensors, W ranks, C chunks.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gradwire.codec.form import Blocks
-from gradwire.codec.gpu.directory import cut_of, ends_of
+from gradwire.codec.gpu.blocks import cut_of
 from gradwire.codec.gpu.payload import WARP, read_payload
 
-PART = 1024  # blocks that one program of `directory` looks at
+PART = 1024  # blocks that one program of `lengths` and `directory` looks at
 CHUNKS = 32  # chunks at a time
 # 32 programs fit a multiprocessor instead of 28. H200, 8 messages of 2.7 million elements: 0.133 ms instead of 0.140.
 READING_REGISTERS = 64
 
 FAR = tl.constexpr((1 << 63) - 1)  # behind all places
+
+
+@triton.jit
+def payload_words(body, cut, block, ours):
+    """What a body's directory says of some blocks: int64, below 2^31."""
+    position, bits = tl.load(cut.entry + block, mask=ours, other=0), tl.load(cut.entry_bits + block, mask=ours, other=0)
+    at, shift = position >> 5, position & 31
+    low = tl.load(body + at, mask=ours, other=0).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(body + at + 1, mask=ours & (shift + bits > 32), other=0).to(tl.int64)
+    return ((low | (high << 32)) >> shift) & ((tl.full((), 1, tl.int64) << bits) - 1)
+
+
+@triton.jit(do_not_specialize=["n_blocks"])
+def lengths_kernel(bodies, stride: tl.int64, cut, lengths, n_blocks, width: tl.constexpr):
+    """Program (part of the blocks, rank): the words of their payloads together, int64 [W, parts]."""
+    rank = tl.program_id(1)
+    block = tl.program_id(0) * width + tl.arange(0, width)
+    length = payload_words(bodies + rank * stride, cut, block, block < n_blocks)
+    tl.store(lengths + rank * tl.num_programs(0) + tl.program_id(0), tl.sum(length))
 
 
 @triton.jit
@@ -48,24 +70,33 @@ def check_orders(orders, first, step, n_slots, hybrid: tl.constexpr, width: tl.c
 
 @triton.jit(do_not_specialize=["n_blocks", "n_slots", "n_directory", "n_entry_bits", "n_payload"])
 def directory_kernel(
-    bodies, stride: tl.int64, orders, orders_stride: tl.int64, ends, cut, upto, totals, broken,
+    bodies, stride: tl.int64, orders, orders_stride: tl.int64, ends, cut, lengths, upto, totals, broken,
     n_blocks, n_slots, n_directory, n_entry_bits, n_payload, hybrid: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the blocks, rank): elements of the part up to each block's end [W, B], and of each part."""
+    """Program (part of the blocks, rank): elements of the part up to each block's end [W, B], and of each part.
+
+    ends int32 [W, B], in words from the first payload on: they ascend whatever the directory says, and are more than
+    n_payload where it says too much.
+    """
     part, rank = tl.program_id(0), tl.program_id(1)
     n_parts = tl.num_programs(0)
-    body, its_ends = bodies + rank * stride, ends + rank.to(tl.int64) * n_blocks
+    body, row = bodies + rank * stride, rank.to(tl.int64) * n_blocks
+    before = tl.zeros((width,), tl.int64)
+    for start in tl.range(0, part, width):
+        at = start + tl.arange(0, width)
+        before += tl.load(lengths + rank * n_parts + at, mask=at < part, other=0)
     block = part * width + tl.arange(0, width)
     ours = block < n_blocks
-    end = tl.load(its_ends + block, mask=ours, other=0)
-    begin = tl.load(its_ends + block - 1, mask=ours & (block > 0), other=0)
-    filled = ours & (end > begin) & (end <= n_payload)
-    word = tl.load(body + n_directory + begin, mask=filled, other=0)
+    length = payload_words(body, cut, block, ours)
+    end = tl.sum(before) + tl.cumsum(length)
+    tl.store(ends + row + block, tl.minimum(end, n_payload + 1).to(tl.int32), mask=ours)
+    filled = ours & (length > 0) & (end <= n_payload)
+    word = tl.load(body + n_directory + end - length, mask=filled, other=0)
     bits = tl.load(cut.count_bits + block, mask=ours, other=0)
     count = tl.where(filled, (word & ((1 << bits) - 1)) + 1, 0)
     wrong = ours & ((end > n_payload) | (count > tl.load(cut.length + block, mask=ours, other=0)))
     count = tl.where(wrong, 0, count)
-    tl.store(upto + rank.to(tl.int64) * n_blocks + block, tl.cumsum(count), mask=ours)
+    tl.store(upto + row + block, tl.cumsum(count), mask=ours)
     tl.store(totals + rank * n_parts + part, tl.sum(count))
     good = tl.max(wrong.to(tl.int32)) == 0
     good &= check_orders(orders + rank * orders_stride, part * width, n_parts * width, n_slots, hybrid, width)
@@ -109,7 +140,7 @@ def are_zeros(body, first, step, n_body):
 
 @triton.jit(do_not_specialize=["n_blocks", "n_directory", "n_body", "n_chunks", "chunk", "room"])
 def read_kernel(
-    bodies, stride: tl.int64, orders, orders_stride: tl.int64, ends, cut, first, capacity, upto, totals, sound,
+    bodies, stride: tl.int64, orders, orders_stride: tl.int64, ends, cut, upto, totals, sound,
     words, splits, broken, n_blocks, n_directory, n_body, n_chunks, chunk, room,
     hybrid: tl.constexpr, single: tl.constexpr, part: tl.constexpr,
 ):  # fmt: skip
@@ -122,9 +153,9 @@ def read_kernel(
         count = tl.load(its_upto + block) - tl.load(its_upto + block - 1, mask=block % part != 0, other=0)
         slot, length, begin = tl.load(cut.tensor + block), tl.load(cut.length + block), tl.load(cut.begin + block)
         good = True
-        if block + 1 == tl.load(first + slot + 1):
-            before = elements_before(its_upto, its_totals, tl.load(first + slot).to(tl.int32), part)
-            good = start + count - before <= tl.load(capacity + slot)
+        if block + 1 == tl.load(cut.first + slot + 1):
+            before = elements_before(its_upto, its_totals, tl.load(cut.first + slot).to(tl.int32), part)
+            good = start + count - before <= tl.load(cut.capacity + slot)
         following = tl.load(cut.begin + block + 1, mask=block + 1 < n_blocks, other=FAR)
         split_outside(its_splits, block, begin, length, following, start, count, n_chunks, chunk)
         number, origin, n_inside = 0, begin.to(tl.int32), 0  # its chunk, where in it, and borders inside
@@ -165,24 +196,24 @@ def unpack(orders: Tensor, bodies: Tensor, sound: Tensor, blocks: Blocks, chunk:
     device, n_ranks, count, n_slots = bodies.device, len(bodies), blocks.count, len(blocks.layout)
     n_chunks, room = max(1, -(-blocks.layout.numel // chunk)), sum(blocks.capacity)
     n_parts = max(1, -(-count // PART))
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    words, upto, totals = empty(n_ranks, room), empty(n_ranks, count), empty(n_ranks, n_parts)
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
+    words, ends, upto, totals = (empty(n_ranks, size) for size in (room, count, count, n_parts))
+    lengths = empty(n_ranks, n_parts, dtype=torch.int64)
     counts, wrong = empty(n_ranks, n_chunks), empty(n_ranks, dtype=torch.bool)
     zeros = torch.zeros(n_ranks * (n_chunks + 1), dtype=torch.int32, device=device)
     splits, broken = zeros[n_ranks:], zeros[:n_ranks]
-    cut, tables = cut_of(blocks, device)
-    ends = ends_of(bodies, blocks)
+    cut = cut_of(blocks, device)
+    if n_parts > 1:
+        lengths_kernel[(n_parts, n_ranks)](bodies, bodies.stride(0), cut, lengths, count, width=PART)
     message = (bodies, bodies.stride(0), orders, orders.stride(0), ends, cut)
     sizes = (count, n_slots, blocks.directory_words, blocks.entries[-1], blocks.payload_words)
-    directory_kernel[(n_parts, n_ranks)](*message, upto, totals, broken, *sizes, hybrid=blocks.hybrid, width=PART)
+    directory_kernel[(n_parts, n_ranks)](
+        *message, lengths, upto, totals, broken, *sizes, hybrid=blocks.hybrid, width=PART
+    )
     if count:
-        by_tensor = (tables, tables[6 * n_slots + 1 :])
         numbers = (count, blocks.directory_words, blocks.words, n_chunks, chunk, room)
         read_kernel[(count, n_ranks)](
-            *message, *by_tensor, upto, totals, sound, words, splits, broken, *numbers,
+            *message, upto, totals, sound, words, splits, broken, *numbers,
             hybrid=blocks.hybrid, single=n_chunks == 1, part=PART, num_warps=1, maxnreg=READING_REGISTERS,
         )  # fmt: skip
     settle_kernel[(n_ranks,)](splits, sound, broken, counts, wrong, n_chunks, width=CHUNKS, num_warps=1)

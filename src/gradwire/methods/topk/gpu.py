@@ -28,6 +28,7 @@ from torch import Tensor
 
 from gradwire.codec import CHUNK
 from gradwire.codec.gpu import shared_memory
+from gradwire.codec.gpu.records import is_live
 from gradwire.codec.quota import Quota, table_of
 from gradwire.compile.tiles import ALIGN as TILE_ALIGN
 from gradwire.compile.tiles import Tiles, on_device, tiles_of
@@ -41,16 +42,6 @@ MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 LEVELS = tl.constexpr(3)
 BINS = tl.constexpr(2048)  # of the first level, and the room of the others
 FIELDS = tl.constexpr(3)  # of a row of the plan
-
-
-class TileCut(NamedTuple):
-    """The geometry: see `Tiles`; a group is a tile."""
-
-    base: Any
-    low: Any
-    high: Any
-    slot: Any
-    first_of_slot: Any
 
 
 class Workspace(NamedTuple):
@@ -108,14 +99,14 @@ def refine(bits, n_sample, numel, factor, start, prefix, rest, memory, level: tl
 
 @triton.jit
 def floor_kernel(
-    bits, lines, live, table, work,
+    bits, lines, cut, table, work,
     expected: tl.constexpr, rank: tl.constexpr, fewest: tl.constexpr, lanes: tl.constexpr,
 ):  # fmt: skip
     """Program: a tensor. lines int64 [K, 2]: of `progression`; the constants are those of largest.py."""
     slot, memory = tl.program_id(0), shared_memory.reserve(BINS)
-    is_live, floor = tl.load(live + slot) != 0, 1
+    live, floor = is_live(cut, slot), 1
     k, numel = tl.load(table.counts + slot), tl.load(table.numels + slot)
-    if is_live & (k >= fewest) & (2 * k <= numel):
+    if live & (k >= fewest) & (2 * k <= numel):
         n_sample = (expected * numel // k).to(tl.int32)
         its_bits = bits + tl.load(table.offsets + slot)
         factor, start = tl.load(lines + 2 * slot), tl.load(lines + 2 * slot + 1)
@@ -123,7 +114,7 @@ def floor_kernel(
         for level in tl.static_range(LEVELS):
             prefix, rest = refine(its_bits, n_sample, numel, factor, start, prefix, rest, memory, level, lanes)
         floor = tl.maximum(prefix, 1)
-    tl.store(work.floors + slot, tl.where(is_live, floor, MAGNITUDE))
+    tl.store(work.floors + slot, tl.where(live, floor, MAGNITUDE))
 
 
 @triton.jit
@@ -132,13 +123,10 @@ def collect(bits, base, low, high, floor, work, whole: tl.constexpr, size: tl.co
     n_found = low  # the list begins at the tile's first place
     for start in tl.range(0, size if whole else high, piece):
         lane = start + tl.arange(0, piece)
-        if whole:  # apart, because a mask that could end anywhere makes every load 4 bytes wide
-            word = tl.load(bits + base + lane)
-            passes = word & MAGNITUDE >= floor
-        else:
-            inside = (lane >= low) & (lane < high)
-            word = tl.load(bits + base + lane, mask=inside, other=0)
-            passes = inside & (word & MAGNITUDE >= floor)
+        # no mask where it can be: one that could end anywhere makes every load 4 bytes wide
+        inside = None if whole else (lane >= low) & (lane < high)
+        word = tl.load(bits + base + lane, mask=inside, other=None if whole else 0)
+        passes = word & MAGNITUDE >= floor  # which is at least 1
         # Said to be contiguous so that the values stay in the threads that loaded them, and do not go through shared
         # memory first. The mask, different from lane to lane, keeps every store one element wide. The value is left to
         # `tally`, since a store that hardly any lane makes takes its instructions all the same.
@@ -304,13 +292,11 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
     values = torch.empty(quota.total, dtype=torch.int32, device=device)
     if tiles.n_tiles:
         bits, table, work = flat.view(torch.int32), table_of(quota, device), _room(tiles, device)
-        cut = TileCut(tiles.base, tiles.low, tiles.high, tiles.slot, tiles.first_of_slot)
-        live = tiles.all_live if active is None else active.view(torch.uint8)
+        cut = tiles.table_with(active)
         lines = _kept(quota, device) if exact else _lines(quota, step, device)
         grid, common = (tiles.n_tiles,), {"lanes": LANES, "num_warps": WARPS}
         floor_kernel[(len(layout),)](
-            bits, lines, live, table, work, EXPECTED, RANK, FEWEST,
-            lanes=SAMPLED, num_warps=SAMPLING_WARPS,
+            bits, lines, cut, table, work, EXPECTED, RANK, FEWEST, lanes=SAMPLED, num_warps=SAMPLING_WARPS
         )  # fmt: skip
         for again in (False, True) if exact else (False,):
             collect_kernel[grid](bits, cut, table, work, again, size=TILE, piece=PIECE, num_warps=COLLECTING_WARPS)
@@ -323,14 +309,11 @@ def largest(flat: Tensor, quota: Quota, step: int, exact: bool, active: Tensor |
 
 def _room(tiles: Tiles, device: torch.device) -> Workspace:
     n_tensors, n_tiles, n_bins = tiles.n_slots, tiles.n_tiles, tiles.n_slots * LEVELS.value * BINS.value
-
-    def empty(size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
+    empty = functools.partial(torch.empty, dtype=torch.int32, device=device)
     zeros = torch.zeros(n_bins + n_tensors, dtype=torch.int32, device=device)
     return Workspace(
         floors=empty(n_tensors),
-        places=empty(tiles.numel, torch.int16),
+        places=empty(tiles.numel, dtype=torch.int16),
         bits=empty(tiles.numel),
         found=empty(n_tiles),
         above=empty(n_tiles),
