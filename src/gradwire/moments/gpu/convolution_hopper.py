@@ -27,7 +27,7 @@ from gradwire.moments.gpu.join_tiles import join_parts
 
 # These change from layer to layer: without this, every layer would be compiled on its own.
 SIZES = ["outputs", "blocks_high", "blocks_wide", "channels", "taps_wide", "stride", "padding_height", "padding_width"]
-SIZES += ["dilation_height", "dilation_width", "pieces", "n_rows", "n_columns", "samples", "n_whole", "n_rest"]
+SIZES += ["dilation_height", "dilation_width", "n_rows", "n_columns", "samples", "n_whole", "n_rest"]
 SIZES += ["n_parts", "share"]
 
 
@@ -39,13 +39,15 @@ def whole_and_rest(number, stride):
 
 
 @gluon.jit
-def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr):
+def fetch_patches(
+    maps, buffers, barriers, work, shape, stages: gl.constexpr, pieces: gl.constexpr, one_row: gl.constexpr
+):
     """The fetching warp: for every tile, sample and box of positions two halves of the gradient and the moved input,
     once both warp groups have left the buffer."""
     gradient_map, x_map = maps
     upper, lower, right = buffers
     full, empty = barriers
-    blocks_high, blocks_wide, channels, taps_wide, stride, padding, dilation, pieces = shape
+    blocks_high, blocks_wide, channels, taps_wide, stride, padding, dilation = shape
     high: gl.constexpr = gradient_map.block_shape[1]
     wide: gl.constexpr = gradient_map.block_shape[2]
     half: gl.constexpr = gradient_map.block_shape[3]
@@ -64,7 +66,7 @@ def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr):
             for piece in range(pieces):  # high * high, high * low, low * high; low parts are `samples` further on
                 left = sample + gl.where(piece == 2, work[2], 0)
                 moved = sample + gl.where(piece == 1, work[2], 0)
-                for block_row in range(blocks_high):
+                for block_row in range(1 if one_row else blocks_high):
                     for block_column in range(blocks_wide):
                         mbarrier.wait(empty.index(stage), phase)
                         ready = full.index(stage)
@@ -86,9 +88,9 @@ def fetch_patches(maps, buffers, barriers, work, shape, stages: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def convolution_grad_moment_kernel(
     gradient_map, x_map, weight_gradient, moment, parts, outputs, inputs, blocks_high, blocks_wide, channels,
-    taps_wide, stride, padding_height, padding_width, dilation_height, dilation_width, pieces, n_rows, n_columns,
+    taps_wide, stride, padding_height, padding_width, dilation_height, dilation_width, n_rows, n_columns,
     samples, n_whole, n_rest, n_parts, share,
-    stages: gl.constexpr,
+    stages: gl.constexpr, pieces: gl.constexpr, one_row: gl.constexpr,
 ):  # fmt: skip
     """Sets up the ring of buffers and sends the warps to their work."""
     step: gl.constexpr = gradient_map.block_shape[1] * gradient_map.block_shape[2]
@@ -105,14 +107,15 @@ def convolution_grad_moment_kernel(
         mbarrier.init(empty.index(stage), count=2)
     work = (n_rows, n_columns, samples, n_whole, n_rest, n_parts, share)
     padding, dilation = (padding_height, padding_width), (dilation_height, dilation_width)
-    shape = (blocks_high, blocks_wide, channels, taps_wide, stride, padding, dilation, pieces)
+    shape = (blocks_high, blocks_wide, channels, taps_wide, stride, padding, dilation)
+    maps, buffers = (gradient_map, x_map), (upper, lower, right)
     barriers, results, sizes = (full, empty), (weight_gradient, moment, parts), (outputs, inputs)
     steps = blocks_high * blocks_wide * pieces
     gl.warp_specialize(
         [
             (multiply, (results, sizes, upper, right, barriers, work, steps, 0, stages)),
             (multiply, (results, sizes, lower, right, barriers, work, steps, 1, stages)),
-            (fetch_patches, ((gradient_map, x_map), (upper, lower, right), barriers, work, shape, stages)),
+            (fetch_patches, (maps, buffers, barriers, work, shape, stages, pieces, one_row)),
         ],
         [4, 1],
         [240, 24],  # with 240 left for the first group: 128 * (240 + 240 + 24) registers, of the 65,536 there are
@@ -145,6 +148,7 @@ class Ready:
     gradient_map: tuple[list[int], list[int]]
     x_map: tuple[list[int], list[int]]
     shape: tuple[Any, ...]
+    constants: tuple[int, bool]  # pieces, and whether a plane is one row of boxes: loops of one turn cost short samples
     work: TileShares
 
     def run(self, gradient: Tensor, x: Tensor, weight_gradient: Tensor, moment: Tensor) -> None:
@@ -154,8 +158,9 @@ class Ready:
         parts = moment
         if slots:
             parts = torch.empty(slots, 2, TILE_ROWS, boxes.columns, dtype=torch.float32, device=x.device)
-        about = (boxes.high, boxes.wide, boxes.columns, boxes.stages, inputs % 16 == 0, inputs == 1)
-        kind = (x.device.index, x.dtype, weight_gradient.dtype, about)
+        constants = (boxes.stages, *self.constants)
+        about = (boxes.high, boxes.wide, boxes.columns, inputs % 16 == 0, inputs == 1)
+        kind = (x.device.index, x.dtype, weight_gradient.dtype, *about, *constants)
         maps: tuple[Any, ...] = (Map(gradient, *self.gradient_map), Map(x, *self.x_map))
         if not is_known("convolution_grad_moment", kind):
             gradient_box = [1, boxes.high, boxes.wide, TILE_ROWS // 2]
@@ -165,7 +170,7 @@ class Ready:
                 TensorDescriptor(x, *self.x_map, x_box, RANK_5),
             )
         grid = (min(max(work.whole, slots), boxes.programs), 1, 1)
-        arguments = (*maps, weight_gradient, moment, parts, *self.shape, *work, boxes.stages)
+        arguments = (*maps, weight_gradient, moment, parts, *self.shape, *work, *constants)
         launch_again("convolution_grad_moment", kind, convolution_grad_moment_kernel, grid, arguments, num_warps=4)
         if slots:
             at_once = max(1, min(1024, 8192 // triton.next_power_of_2(work.parts)) // boxes.columns)
@@ -192,11 +197,12 @@ def prepare(geometry: ConvolutionShape, boxes: Boxes, pieces: int) -> Ready:
     rest = rows * columns - boxes.whole
     parts = -(-geometry.samples // boxes.share) if rest else 0
     blocks = (-(-geometry.out_height // boxes.high), -(-wide // boxes.wide))
-    layer = (channels, geometry.kernel[1], stride, *geometry.padding, *geometry.dilation, pieces)
+    layer = (channels, geometry.kernel[1], stride, *geometry.padding, *geometry.dilation)
     return Ready(
         boxes=boxes,
         gradient_map=(gradient_shape, gradient_strides),
         x_map=(x_shape, x_strides),
         shape=(outputs, inputs, *blocks, *layer),
+        constants=(pieces, blocks[0] == 1),
         work=TileShares(rows, columns, geometry.samples, boxes.whole, rest, parts, boxes.share),
     )
