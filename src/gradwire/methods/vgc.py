@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -208,7 +208,10 @@ class VGC(WithResidual, Gather):
         """out = mean over the ranks, in rank order, of what each message [W, words] says; nothing changes on error."""
         codec, shape = kernels.select(out.device), self.shape(context)
         problems = codec.decode(messages, shape, self.rule, context.step, out)
-        refuse = partial(header.refuse, problems, problems_of(shape), messages, shape, context.step)
+
+        def refuse() -> None:
+            header.refuse(problems, problems_of(shape), messages, shape, context.step)
+
         bad = problems.any()
         if out.device.type == "cpu" and bad:
             refuse()
