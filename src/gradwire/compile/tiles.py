@@ -49,6 +49,10 @@ class Tiles:
         def put(values: Array, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values).reshape(-1)).to(dtype).to(device)
 
+        # Tiles that are full and those that are not: number, tensor, base in units of ALIGN.
+        full = (highs - lows == size).reshape(-1)
+        visits = (np.arange(self.n_tiles), np.repeat(slot, group), bases.reshape(-1) // ALIGN)
+        self.whole, self.ragged = ([put(column[some]) for column in visits] for some in (full, ~full))
         self.table = TileTable(
             base=put(bases, torch.int64),
             low=put(lows),

@@ -68,7 +68,9 @@ def select(inputs: Inputs, layout: Layout, rule: Rule, capacity: Sequence[int], 
     report = _outputs(sum(capacity), tiles, residual.device)
     records = (state, cut, terms, found, sums, plan)
     sizes, by_group = {"size": TILE, "group": GROUP}, (tiles.n_groups,)
-    streaming.stream_kernel[(tiles.n_tiles,)](given, *records, **sizes, **STREAM, **UNFUSED)
+    for visit, whole in ((tiles.whole, True), (tiles.ragged, False)):
+        streamed = (given, *records, kinds.Visit(*visit))
+        streaming.stream_kernel[(len(visit[0]),)](*streamed, whole=whole, **sizes, **STREAM, **UNFUSED)
     streaming.classify_kernel[by_group](*records, lanes=LANES, **sizes, **UNFUSED)
     sharing.share_kernel[(tiles.n_slots,)](*records, report, **sizes, num_warps=8, **UNFUSED)
     sharing.scan_kernel[(1,)](cut, sums, plan, report, tiles.n_groups, tiles.n_chunks, width=SCAN, num_warps=8)

@@ -52,11 +52,13 @@ from gradwire.codec.gpu.records import (
 
 
 @triton.jit
-def accumulate(given, slot, state, base, lane, inside, sums, rule):
+def accumulate(given, slot, state, base, low, high, sums, rule, whole: tl.constexpr, size: tl.constexpr):
     """(r + g, v + m, who passes, bits of |r| of those or BAD, the largest known) of one tile.
 
     r and v are written as if all that pass were sent.
     """
+    lane = tl.arange(0, size)
+    inside = None if whole else (lane >= low) & (lane < high)
     a, b, good = summed(given, state, lane, inside, base)
     # Read by an atomic, so that all threads see the same while other programs raise it.
     known = tl.atomic_max(sums.tops + slot * APART, 0, sem="relaxed")
@@ -66,8 +68,12 @@ def accumulate(given, slot, state, base, lane, inside, sums, rule):
 
 
 @triton.jit
-def note(a, b, passes, bits, known, tile, slot, base, lane, inside, state, found, sums, plan):
+def note(
+    a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan,
+    whole: tl.constexpr, size: tl.constexpr,
+):  # fmt: skip
     """Writes down who passes in one tile."""
+    lane = tl.arange(0, size)
     summary = tl.sum(passes.to(tl.int32) + ((bits > known).to(tl.int32) << 16))
     count = summary & 0xFFFF
     tl.store(found.count + tile, count)
@@ -90,37 +96,29 @@ def note(a, b, passes, bits, known, tile, slot, base, lane, inside, state, found
         else:
             position = position * 0 + SPILLED
             tl.debug_barrier()
-            write(state, lane, a, b, inside, base)
+            write(state, lane, a, b, None if whole else (lane >= low) & (lane < high), base)
         tl.store(found.position + tile, position)
 
 
 @triton.jit
-def stream_tile(
-    tile, slot, base, low, high, given, state, rule, found, sums, plan, whole: tl.constexpr, size: tl.constexpr
-):
-    """A tile whose places low .. high - 1 count; whole: all of them."""
-    lane = tl.arange(0, size)
-    inside = None if whole else (lane >= low) & (lane < high)
-    a, b, passes, bits, known = accumulate(given, slot, state, base, lane, inside, sums, rule)
-    note(a, b, passes, bits, known, tile, slot, base, lane, inside, state, found, sums, plan)
-
-
-@triton.jit
-def stream_kernel(given, state, cut, rule, found, sums, plan, size: tl.constexpr, group: tl.constexpr):
-    """One program a tile.
+def stream_kernel(
+    given, state, cut, rule, found, sums, plan, visit,
+    whole: tl.constexpr, size: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    """One program a tile of `visit`; whole: they are all full.
 
     What is below the window of the largest |r| that the tensor's tiles have found so far is certainly not sent, so it
     does not pass here. How much that catches depends on the order of the tiles; what is sent does not: `classify`
     gives the rest back, one by one.
     """
-    tile = tl.program_id(0)
-    slot, base = tl.load(cut.slot + tile // group), tl.multiple_of(tl.load(cut.base + tile), ALIGN)
-    low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
+    tile, slot = tl.load(visit.tile + tl.program_id(0)), tl.load(visit.slot + tl.program_id(0))
+    base = tl.load(visit.base + tl.program_id(0)).to(tl.int64) * ALIGN
+    low, high = 0, size
+    if not whole:
+        low, high = tl.load(cut.low + tile), tl.load(cut.high + tile)
     if is_live(cut, slot) & (high > low):
-        if high - low == size:
-            stream_tile(tile, slot, base, low, high, given, state, rule, found, sums, plan, True, size)
-        else:
-            stream_tile(tile, slot, base, low, high, given, state, rule, found, sums, plan, False, size)
+        a, b, passes, bits, known = accumulate(given, slot, state, base, low, high, sums, rule, whole, size)
+        note(a, b, passes, bits, known, tile, slot, base, low, high, state, found, sums, plan, whole, size)
     else:
         tl.store(found.count + tile, 0)
         tl.store(found.known + tile, 0)
