@@ -68,7 +68,12 @@ class FP8(Fixed):
         """The codes, and the scales over W. No product of the two is infinite."""
         scales, words = split(bodies, len(context.layout))
         codes = words.contiguous().view(torch.uint8)[:, : context.layout.numel]
-        top = (codes & CODE).amax(1) if context.layout.numel else codes.new_zeros(len(codes))
+        if numba_ready(bodies.device):
+            from gradwire.methods.fp8 import cpu
+
+            top = cpu.largest_codes(codes)
+        else:
+            top = torch.nn.functional.pad(codes & CODE, (0, 1)).amax(1)  # there may be no element
         most = torch.finfo(self._dtype).max
         sound = ((scales > 0) & torch.isfinite(scales * most)).all(1) & (top <= LARGEST_CODE[self.format])
         return (codes, scales * (1 / len(bodies))), ~sound
