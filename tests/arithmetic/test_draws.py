@@ -50,12 +50,6 @@ def test_these_draws_are_the_same_for_ever():
     ]
 
 
-@pytest.mark.parametrize("n_threads", [1, 2, 3])
-def test_compiled_and_plain_are_the_same_bits(monkeypatch, n_threads):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: n_threads)
-    assert torch.equal(draws.bits(7, 3, LAYOUT, CPU), draws.reference_bits(7, 3, LAYOUT, CPU))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", [LAYOUT, LONG, *LAYOUT], ids=lambda where: getattr(where, "name", "layout"))
 def test_a_gpu_draws_the_same_bits(where):

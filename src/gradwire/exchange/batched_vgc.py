@@ -1,7 +1,8 @@
 """VGC's workers in one process batched: every kernel is called once for all of them. Steps 2 to 6.
 
-A vector of W workers is cut into W chunks, so the words of a chunk are a worker's own, bit for bit. They go straight
-to the decoder's sum: no message is written, and its length is known from its room.
+They take the step of one method (step.py) whose message is the words of all. A vector of W workers is cut into W
+chunks, so the words of a chunk are a worker's own, bit for bit, and go straight to the decoder's sum. No message is
+written; its length is known from its room.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ from torch import Tensor
 
 from gradwire import codec as kernels
 from gradwire.codec.header import WORD_BYTES
-from gradwire.exchange.counting import Counts
-from gradwire.exchange.step import Part, sound
+from gradwire.exchange.step import Answer, Part, answered, exchange, sound
 from gradwire.layout import Layout
-from gradwire.methods.base import Compressor, powers, tensors
+from gradwire.methods.base import Arrival, Compressor, Context, Gather, Message, powers, tensors
 from gradwire.methods.strom import Strom
 from gradwire.methods.vgc import VGC
 
@@ -39,8 +39,8 @@ def carried_over(state: Any, compressor: Compressor, layout: Layout) -> Any:
     return new
 
 
-class BatchedVGC:
-    """The state of W workers in one, and what they do in a step."""
+class BatchedVGC(Gather):
+    """VGC's workers as one: the state of all of them, and their step as that of one method."""
 
     def __init__(self, compressor: VGC | Strom, layout: Layout, workers: int, device: torch.device) -> None:
         self.layout, self.workers = layout, workers
@@ -59,23 +59,40 @@ class BatchedVGC:
         return [type(self.state)(*row) for row in rows]
 
     def exchange(self, part: Part) -> int:
-        """One part for all workers, gradients and moments [W, N]; the bytes of one message."""
-        context, vgc, shape = part.context, self.vgc, (self.workers, len(self.layout))
-        kernel, chunk = kernels.select(part.grad.device), self.layout.numel
-        room = context.capacity * self.workers
-        chosen = vgc.choose(part.grad.flatten(), part.moment.flatten(), self.state, context, self.whole, room, chunk)
-        part.step.undo.append(chosen.undo)
-        if sum(context.capacity):
-            words, fine = self._words(chosen, sum(context.capacity)), torch.ones_like(chosen.counts, dtype=torch.bool)
-            exponents = chosen.exponents.view(shape)
-            kernel.add(words, chosen.counts[:, None], fine, exponents, self.layout, vgc.rule, kernels.CHUNK, part.out)
-        passed, sent = chosen.passed.view(shape), chosen.codes.sum(1).view(shape)
-        part.arrival = sound(chosen.finite, passed.amax(0))
-        part.counts = Counts(sent.sum(0), passed.clamp(min=0).sum(0), vgc.norm(chosen.codes, chosen.exponents))
-        return WORD_BYTES * vgc.shape(context).words
+        """The step of all workers, whose gradients and moments are [W, N]; the bytes that one of them gave."""
+        talk = exchange(part)
+        ask = next(talk)
+        total = None if ask.summand is None else ask.summand.sum(0)
+        answered(talk, Answer(ask.message, total))
+        n_bytes = WORD_BYTES * self.vgc.shape(part.context).words
+        return n_bytes if total is None else n_bytes + total.nbytes
 
-    def _words(self, chosen: kernels.Selection, room: int) -> Tensor:
-        """[W, room]: behind a worker's last word there are others'."""
+    def encode(self, grad: Tensor, moment: Tensor, state: Any, context: Context) -> Message:
+        """The words of every worker, [W, room]: behind a worker's last word there are others'."""
+        room, shape = sum(context.capacity), (self.workers, len(self.layout))
+        vgc, capacity, chunk = self.vgc, context.capacity * self.workers, self.layout.numel
+        chosen = vgc.choose(grad.flatten(), moment.flatten(), state, context, self.whole, capacity, chunk)
+        self._sent = chosen  # for `decode`: what heads would say
         starts = chosen.counts.long().cumsum(0) - chosen.counts
-        index = starts[:, None] + torch.arange(room, device=starts.device)
-        return chosen.words[index.clamp_(max=len(chosen.words) - 1)]
+        index = starts[:, None] + torch.arange(room, device=grad.device)
+        words = chosen.words[index.clamp_(max=max(len(chosen.words) - 1, 0))]
+        passed, sent = chosen.passed.view(shape).clamp(min=0).sum(0), chosen.codes.sum(1).view(shape).sum(0)
+        return Message(words, chosen.undo, sent, passed, vgc.norm(chosen.codes, chosen.exponents), chosen.finite)
+
+    def decode(self, messages: Tensor, out: Tensor, context: Context) -> Arrival:
+        """out = the mean over the workers, added up in their order."""
+        sent, shape = self._sent, (self.workers, len(self.layout))
+        out.zero_()
+        if messages.numel():
+            fine, counts = torch.ones_like(sent.counts, dtype=torch.bool), sent.counts[:, None]
+            exponents, kernel = sent.exponents.view(shape), kernels.select(out.device)
+            kernel.add(messages, counts, fine, exponents, self.layout, self.vgc.rule, kernels.CHUNK, out)
+        return sound(sent.finite, sent.passed.view(shape).amax(0))
+
+    def waiting(self, state: Any, context: Context) -> Tensor:
+        """[W, N]"""
+        return torch.stack([self.vgc.waiting(one, context) for one in self.states()])
+
+    def clear(self, state: Any, context: Context) -> None:
+        for one in self.states():
+            self.vgc.clear(one, context)

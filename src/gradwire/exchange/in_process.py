@@ -123,7 +123,9 @@ class InProcess:
         context = self.context(active, dense)
         step = Step(self.number, RoomPlan(context.dense))
         if self.batched is not None:
-            parts, n_bytes = self._batched(step, self.batched, _rows(grads), _rows(moments), context)
+            all_rows = _rows(grads), _rows(moments), torch.empty_like(grads[0])
+            parts = [Part(step, self.batched, self.batched.state, context, *all_rows)]
+            n_bytes = self.batched.exchange(parts[0])
         elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
             if self.repeated is None:
                 self.repeated = CapturedStep(partial(self._parts, grads=grads, moments=moments), grads, context)
@@ -149,21 +151,6 @@ class InProcess:
             Part(step, self.compressor, state, replace(context, rank=rank), grad, moment, out)
             for rank, (grad, moment, state) in rows
         ]
-
-    def _batched(
-        self, step: Step, batched: BatchedVGC, grads: Tensor, moments: Tensor, context: Context
-    ) -> tuple[list[Part], int]:
-        """All workers in one call of each kernel, no message is written: one part for all of them."""
-        out = torch.zeros_like(grads[0])
-        part = Part(step, self.compressor, self.states[0], context, grads, moments, out)
-        n_bytes = batched.exchange(part)
-        if not context.dense:
-            return [part], n_bytes
-        waiting = [self.compressor.waiting(state, context).mul_(1 / self.world_size) for state in self.states]
-        part.out = torch.stack(waiting).sum(0)
-        for state in self.states:
-            step.clear.append(partial(self.compressor.clear, state, context))
-        return [part], n_bytes + part.out.nbytes
 
     def _count(self, parts: Sequence[Part], n_bytes: int, dense: bool) -> None:
         """Bytes and elements of all workers, and |sent|_1."""
