@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import re
+import struct
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 HEAD = "gradwire/head"
 INDEX = ".metadata"
 OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|manifest\.json")
-ENTRY_BYTES = 128  # of a rank's line: its file's length and SHA-256 as JSON
+ENTRY = struct.Struct("<q32s")  # of a rank's file: bytes and SHA-256; nothing else can come from another rank
 LARGEST_HEAD = 1 << 26  # bytes: a million parameters have names and counts in it
 ALLOWED = {
     ("torch", "Size"),
@@ -147,13 +148,19 @@ def _file(rank: int) -> str:
 
 def _entry(path: Path) -> bytes:
     """A file's line of the manifest, of one length on all ranks; a rank that holds nothing may have written none."""
-    return json.dumps(manifest.entry(path) if path.is_file() else None).encode().ljust(ENTRY_BYTES)
+    if not path.is_file():
+        return ENTRY.pack(-1, bytes(32))
+    found = manifest.entry(path)
+    return ENTRY.pack(found["bytes"], bytes.fromhex(found["sha256"]))
 
 
 def _seal(folder: Path, entries: list[bytes]) -> None:
-    files = {_file(rank): json.loads(entry) for rank, entry in enumerate(entries)}
-    written = {name: entry for name, entry in files.items() if entry is not None}
-    manifest.write(folder, {INDEX: manifest.entry(folder / INDEX), **written})
+    files = {INDEX: manifest.entry(folder / INDEX)}
+    for rank, packed in enumerate(entries):
+        n_bytes, digest = ENTRY.unpack(packed)
+        if n_bytes >= 0:
+            files[_file(rank)] = {"bytes": n_bytes, "sha256": digest.hex()}
+    manifest.write(folder, files)
 
 
 def sharded_state(wire: Wire) -> dict[str, Tensor]:
