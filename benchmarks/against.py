@@ -22,6 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from gradwire.tools.provenance import provenance
+
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = ("benchmark", "what", "against", "old", "new", "unit", "ratio", "least", "most", "ratio of against")
 ROWS = """
@@ -99,11 +103,13 @@ def summary(name: str, key: Key, rounds: list[tuple[Figures, Figures]]) -> dict[
 
 
 def run(old: str, names: list[str], rounds: int, out: Path | None) -> None:
+    command = f"python -m benchmarks against {old} {' '.join(names)} --rounds {rounds}"
+    origin = provenance("cuda" if torch.cuda.is_available() else "cpu", command)
     rows = []
     with checkout(old) as tree:
         for name in names:
             found = compared(tree, name, rounds)
-            rows += found
+            rows += [row | origin for row in found]
             for row in found:
                 spread = f"({row['least']} to {row['most']}; against {row['ratio of against']})"
                 print(f"{row['ratio']} {spread}  {name}: {row['what']} | {row['against']}", flush=True)
@@ -113,6 +119,6 @@ def run(old: str, names: list[str], rounds: int, out: Path | None) -> None:
 
 def _write(out: Path, rows: list[dict[str, Any]]) -> None:
     with out.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]) if rows else COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

@@ -1,4 +1,4 @@
-"""Step 1, moments: launches a kernel that is already compiled without Triton's own search for it."""
+"""Launches a Triton kernel that is already compiled without Triton's own search for it."""
 
 # Kernels are typed by Triton, not by Python.
 # mypy: disable-error-code="no-untyped-def,misc,no-untyped-call,attr-defined"
