@@ -44,8 +44,8 @@ class Sizes(NamedTuple):
 @machine_code
 def _fetch(words: Array, position: Int, width: Int) -> Int:
     """The `width` < 32 bits at `position`."""
-    at = position >> 5
-    pair = np.int64(words[at]) | np.int64(words[at + 1]) << 32
+    at = np.uint64(position >> 5)  # unsigned: no look whether it counts from the end
+    pair = np.int64(words[at]) | np.int64(words[at + np.uint64(1)]) << 32
     return pair >> (position & 31) & ((1 << width) - 1)
 
 
