@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradwire import BF16, FP8, VGC, Dense, OneBit, PowerSGD, RandomK, SignSGD, TopK
-from gradwire.methods import FP16, QSGD, AdaComp, MomentumDCT, Strom, TernGrad
+from gradwire.methods import FP16, QSGD, AdaComp, ChunkTopK, MomentumDCT, Strom, TernGrad
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ ROWS: dict[str, Row] = {
     "strom": Row(Strom(tau=0.125), conserves=1e-7, error=(0.85, 0.9), bits=0.15),
     "strom words": Row(Strom(tau=0.01, wire="words"), conserves=1e-7, error=(0.985, 0.992), bits=0.5),
     "adacomp": Row(AdaComp(), conserves=1e-6, error=(0.75, 0.82), bits=0.15),
+    "chunk_topk": Row(ChunkTopK(), conserves=1e-7, error=(0.8, 0.98), bits=10.2 / 64),
+    "chunk_topk 3 bits": Row(ChunkTopK(256, 16, 3), conserves=1e-7, error=(0.6, 0.9), bits=0.75),
+    "chunk_topk signs": Row(ChunkTopK(500, 10, 1), conserves=1e-7, error=(0.7, 0.95), bits=0.2),
     "momentum_dct": Row(MomentumDCT(k=32), why="momentum decays", error=(0.8, 0.86), bits=0.24),
     "momentum_dct feedback": Row(MomentumDCT(8, 4, momentum=1.0), conserves=1e-6, error=(0.78, 0.84), bits=1.4),
     "momentum_dct sign": Row(MomentumDCT(sign=True), why="only a sign", error=(1.3, 1.8), bits=0.06, learns=False),

@@ -103,18 +103,45 @@ def read_votes(body: Bits) -> Elements:
     return [-v if bit else v for v, bit in zip(spread(votes), body.packed(LAYOUT.numel, 1), strict=True)]
 
 
+def places(body: Bits, pairs: list[tuple[int, int]]) -> list[list[int]]:
+    """pairs: (n, k)."""
+    low = [int(math.log2(n / k)) for n, k in pairs]
+    lows = [[body.take(bits) for _ in range(k)] for bits, (_, k) in zip(low, pairs, strict=True)]
+    body.to_word()
+    found = []
+    for (n, k), bits, bottom in zip(pairs, low, lows, strict=True):
+        plane = [body.take(1) for _ in range(k + ((n - 1) >> bits))]
+        ones = [place for place, bit in enumerate(plane) if bit]
+        found.append([(one - i) << bits | rest for i, (one, rest) in enumerate(zip(ones, bottom, strict=True))])
+    return found
+
+
 def read_topk(body: Bits) -> Elements:
     counts = [max(1, slot.numel // 16) for slot in LAYOUT]
     values = [[body.float32() for _ in range(k)] for k in counts]
-    low = [int(math.log2(slot.numel / k)) for slot, k in zip(LAYOUT, counts, strict=True)]
-    lows = [[body.take(bits) for _ in range(k)] for bits, k in zip(low, counts, strict=True)]
-    body.to_word()
+    pairs = [(slot.numel, k) for slot, k in zip(LAYOUT, counts, strict=True)]
     out = [0.0] * LAYOUT.numel
-    for slot, k, bits, own, bottom in zip(LAYOUT, counts, low, values, lows, strict=True):
-        plane = [body.take(1) for _ in range(k + ((slot.numel - 1) >> bits))]
-        ones = [place for place, bit in enumerate(plane) if bit]
-        for i, (one, value, rest) in enumerate(zip(ones, own, bottom, strict=True)):
-            out[slot.offset + ((one - i) << bits | rest)] += value
+    for slot, own, where in zip(LAYOUT, values, places(body, pairs), strict=True):
+        for value, place in zip(own, where, strict=True):
+            out[slot.offset + place] += value
+    return out
+
+
+def read_chunks(body: Bits) -> Elements:
+    chunk, bits = 50, 3
+    begins = [(slot, at) for slot in LAYOUT for at in range(0, slot.numel, chunk)]
+    pairs = [(n, max(1, 6 * n // chunk)) for n in (min(chunk, slot.numel - at) for slot, at in begins)]
+    levels = {slot.name: [body.float32() for _ in range(4)] for slot in LAYOUT}
+    scales = [body.take(8) for _ in begins]
+    body.to_word()
+    fields = iter(body.packed(sum(k for _, k in pairs), bits))
+    own = [[next(fields) for _ in range(k)] for _, k in pairs]
+    out = [0.0] * LAYOUT.numel
+    for (slot, at), q, codes, where in zip(begins, scales, own, places(body, pairs), strict=True):
+        scale = (8 + (q + 1) % 8) / 8 * 2.0 ** ((q + 1) // 8 - 32) if q else 0.0
+        for i, (code, place) in enumerate(zip(codes, where, strict=True)):
+            if place not in where[:i]:
+                out[slot.offset + at + place] = levels[slot.name][code & 3] * scale * (-1 if code & 4 else 1)
     return out
 
 
@@ -169,6 +196,7 @@ READERS: dict[str, Callable[[Bits], Elements]] = {
     "signsgd": read_signs,
     "signsgd:feedback=false,vote=true": read_votes,
     "topk:density=0.0625,exact=true": read_topk,
+    "chunk_topk:chunk=50,k=6,bits=3": read_chunks,
     "momentum_dct:chunk=10,k=4": read_cosines,
 }
 

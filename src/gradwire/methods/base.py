@@ -73,6 +73,7 @@ class Outcome:
 
 
 SAME = -1  # the power of a field that is the same on every rank
+OWN = -2  # of one that means nothing to another worker: on another number of workers it is gone
 
 
 class State(Protocol):

@@ -5,12 +5,14 @@ To add one: its import, by its own name, and its row. `gradwire.NAME` and specs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from gradwire.methods.adacomp.definition import AdaComp as AdaComp
 from gradwire.methods.base import Compressor, checked
+from gradwire.methods.chunk_topk.definition import ChunkTopK as ChunkTopK
 from gradwire.methods.dense import BF16 as BF16
 from gradwire.methods.dense import FP16 as FP16
 from gradwire.methods.dense import Dense as Dense
@@ -69,6 +71,7 @@ METHODS: dict[str, Known] = {
     "fp16": Known(FP16, Typical(0.5, 0.3), _CAST),
     "fp8": Known(FP8, Typical(2.4, 0.4, message=2.4), _OTHER),
     "adacomp": Known(AdaComp, Typical(4.0, 1.5, message_sent=70.0), _OTHER),
+    "chunk_topk": Known(ChunkTopK),
     "momentum_dct": Known(MomentumDCT, Typical(16.0, 8.0), Typical(0.06, 0.028)),
     "onebit": Known(OneBit, Typical(1.5, 0.5, message=0.25), _OTHER),
     "powersgd": Known(PowerSGD, Typical(2.0, 4.0), _OTHER),
@@ -90,20 +93,25 @@ def from_spec(spec: str) -> Compressor:
     if name.lower() not in METHODS:
         raise ValueError(f"unknown compressor {name!r}; known: {', '.join(METHODS)}")
     method = METHODS[name.lower()].method
-    known = {field.name: get_type_hints(method)[field.name] for field in fields(method)}
-    options: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or key not in known:
-            takes = f"known: {', '.join(known)}" if known else "it takes none"
-            raise ValueError(f"unknown option {part.strip()!r} of {name} (write option=value); {takes}")
-        if key in options:
-            raise ValueError(f"option {key!r} of {name} is given twice")
-        options[key] = _parse(f"{name}:{key}", value, known[key])
+    options = parsed(name, rest, {field.name: get_type_hints(method)[field.name] for field in fields(method)})
     for field in fields(method):
         if field.default is MISSING and field.name not in options:
             raise ValueError(f"{name} has no default for {field.name}: write {name.lower()}:{field.name}=value")
     return method(**options)  # type: ignore[no-any-return]
+
+
+def parsed(name: str, options: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `option=value,...`; known: the type of each option, which may also be None."""
+    found: dict[str, Any] = {}
+    for part in filter(None, options.split(",")):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in known:
+            takes = f"known: {', '.join(known)}" if known else "it takes none"
+            raise ValueError(f"unknown option {part.strip()!r} of {name} (write option=value); {takes}")
+        if key in found:
+            raise ValueError(f"option {key!r} of {name} is given twice")
+        found[key] = _parse(f"{name}:{key}", value, known[key])
+    return found
 
 
 def compressor_of(given: Compressor | str) -> Compressor:
