@@ -36,6 +36,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 # Files of more than ten seconds, longest first: with one of them last, a process would have nothing to do meanwhile.
 LONG = (
     *("train_command", "train_restarts", "train_resume", "train_sockets", "train_orphans", "workers", "ddp", "triton"),
+    *("train_local", "local_state", "local_as_real", "local_loops", "local_steps", "local_simulation", "race_command"),
     *("plan_command", "checkpoint", "checkpoint_damage", "triton_density"),
     *("compile", "compile_layers", "precision", "refusals", "density", "methods_command", "pipeline", "auto"),
 )

@@ -73,6 +73,27 @@ def test_batched_is_one_by_one(compressor: Any, workers: int, device: str) -> No
         assert 0 < ours.dense_steps < ours.steps
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("compressor", [VGC(alpha=1.0), *METHODS[-3:-1]], ids=repr)
+def test_workers_that_take_no_part(compressor: Any, device: str) -> None:
+    """Each has gradients of its own tensors; dense steps too."""
+    where = torch.device(device)
+    batched, apart = (InProcess(compressor, LAYOUT, 3, True, where, batched=kind) for kind in (True, False))
+    for step in range(12):
+        active = torch.rand(3, len(LAYOUT), generator=torch.Generator().manual_seed(step)) < 0.6
+        active[step % 3] = False
+        active = active.to(where)
+        before = batched.snapshot()[step % 3]
+        grads, moments = gradients(step, 3, device)
+        found, wanted = (ranks.exchange(grads.clone(), moments, active) for ranks in (batched, apart))
+        assert torch.equal(found.mean, wanted.mean)
+        for ours, theirs in zip(batched.snapshot(), apart.snapshot(), strict=True):
+            assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
+        kept = zip(before, batched.snapshot()[step % 3], strict=True)
+        assert all(torch.equal(one, two) for one, two in kept)
+    assert batched.capacity == apart.capacity
+
+
 def test_room_that_is_short() -> None:
     """Who waits is the same too."""
     batched, apart = (InProcess(VGC(alpha=1.0), LAYOUT, 8, batched=kind) for kind in (True, False))

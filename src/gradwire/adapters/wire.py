@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,9 @@ from torch import Tensor, nn
 
 from gradwire.adapters.ddp import attach_reducer
 from gradwire.adapters.reducer import Reducer
+from gradwire.adapters.step_log import logged
 from gradwire.errors import GradwireError
-from gradwire.exchange.counting import Stats, Writer, scalars
+from gradwire.exchange.counting import Stats, Writer
 from gradwire.methods import BF16, VGC, Compressor, Dense, compressor_of
 from gradwire.state import checkpoint
 
@@ -102,7 +102,10 @@ class Wire:
 
     @property
     def verdict(self) -> Verdict | None:
-        """Of "auto": what it chose, from which predictions, and why; None until it has measured."""
+        """Of "auto": what it chose, from which predictions, and why; None until it has measured.
+
+        local: what local steps would take, where even its best step waits for the link most of the time.
+        """
         return None if self._chooser is None else self._chooser.verdict
 
     @property
@@ -133,19 +136,8 @@ class Wire:
 
     def log_to(self, writer: Writer, every: int = 10, prefix: str = "gradwire") -> None:
         """Writes the figures of `stats()` to anything with add_scalar, every so many steps."""
-        if every < 1:
-            raise ValueError(f"log_to: every must be at least 1 step, got {every}")
-
-        def log() -> None:
-            if self.steps % every:
-                return
-            try:
-                for name, value in scalars(self.stats()).items():
-                    writer.add_scalar(f"{prefix}/{name}", value, self.steps)
-            except Exception as error:  # a full disk must not stop the training of all ranks
-                warnings.warn(f"gradwire: the figures could not be logged: {error}", stacklevel=1)
-
-        self._live().on_step.append(log)
+        reducer = self._live()
+        reducer.on_step.append(logged(self.stats, writer, every, prefix, lambda: self.steps, lambda: self.steps))
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state by parameter name; save it on every rank. Loads with weights_only=True."""

@@ -7,6 +7,7 @@ written; its length is known from its room.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,12 @@ def carried_over(state: Any, compressor: Compressor, layout: Layout) -> Any:
     for name in powers(new).keys() & old.keys():
         getattr(new, name).copy_(old[name])
     return new
+
+
+def of_worker(context: Context, rank: int) -> Context:
+    """Of one worker, out of a context of all, whose `active` may be [W, K]."""
+    active = context.active
+    return replace(context, rank=rank, active=active[rank] if active is not None and active.dim() == 2 else active)
 
 
 class BatchedVGC(Gather):
@@ -71,6 +78,8 @@ class BatchedVGC(Gather):
         """The words of every worker, [W, room]: behind a worker's last word there are others'."""
         room, shape = sum(context.capacity), (self.workers, len(self.layout))
         vgc, capacity, chunk = self.vgc, context.capacity * self.workers, self.layout.numel
+        if context.active is not None:
+            context = replace(context, active=context.active.expand(shape).flatten(), layout=self.whole)
         chosen = vgc.choose(grad.flatten(), moment.flatten(), state, context, self.whole, capacity, chunk)
         self._sent = chosen  # for `decode`: what heads would say
         starts = chosen.counts.long().cumsum(0) - chosen.counts
@@ -91,8 +100,9 @@ class BatchedVGC(Gather):
 
     def waiting(self, state: Any, context: Context) -> Tensor:
         """[W, N]"""
-        return torch.stack([self.vgc.waiting(one, context) for one in self.states()])
+        own = enumerate(self.states())
+        return torch.stack([self.vgc.waiting(one, of_worker(context, rank)) for rank, one in own])
 
     def clear(self, state: Any, context: Context) -> None:
-        for one in self.states():
-            self.vgc.clear(one, context)
+        for rank, one in enumerate(self.states()):
+            self.vgc.clear(one, of_worker(context, rank))

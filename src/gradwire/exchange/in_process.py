@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwire.codec.header import WORD_BYTES
 from gradwire.errors import AttachError
-from gradwire.exchange.batched_vgc import BatchedVGC, carried_over, fits
+from gradwire.exchange.batched_vgc import BatchedVGC, carried_over, fits, of_worker
 from gradwire.exchange.budget import check
 from gradwire.exchange.counting import Counts, Meter
 from gradwire.exchange.lockstep import FIRST, CapturedStep, in_lockstep
@@ -41,6 +41,8 @@ class InProcess:
     planned: messages of methods that need room are as long as in a training, the first step and others dense; else
     `rooms` says how many elements of each tensor fit, None all of them.
     batched: all workers at once where the method allows it, without writing their messages; the same bits.
+    buckets: in which the tensors lie with real workers, at most; None: as many as DDP makes.
+    meter: that counts together with others'; None: one of its own.
     """
 
     def __init__(
@@ -51,9 +53,12 @@ class InProcess:
         planned: bool = False,
         device: torch.device = CPU,
         batched: bool = False,
+        buckets: int | None = None,
+        meter: Meter | None = None,
     ) -> None:
         numels, n_bytes = {slot.name: slot.numel for slot in layout}, WORD_BYTES * layout.numel
-        self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes))  # heads as those of real workers
+        # heads as those of real workers
+        self.capacity = Capacity(n_bytes, world_size, numels, most_buckets(n_bytes) if buckets is None else buckets)
         self.planned = planned and compressor.needs_room
         self._check(compressor)
         self.compressor, self.layout, self.world_size, self.number = compressor, layout, world_size, 0
@@ -67,7 +72,7 @@ class InProcess:
         self._repeats = batched and device.type == "cuda" and compressor.alike
         self._steps_alike = 0  # of these options, in this process
         self.rooms: tuple[int, ...] | None = None
-        self.meter = Meter(layout.numel * world_size)  # of all workers together
+        self.meter = meter or Meter(layout.numel * world_size)  # of all workers together
 
     def use(self, compressor: Any) -> None:
         """The same method with other options."""
@@ -119,14 +124,17 @@ class InProcess:
         return self.exchange(own, moments or [grad.square() / 4 for grad in grads], active, dense)
 
     def exchange(self, grads: Rows, moments: Rows, active: Tensor | None = None, dense: bool = False) -> Done:
-        """The same where the gradients are not needed any more: they may be written over."""
+        """The same where the gradients are not needed any more: they may be written over.
+
+        active: bool [K], of all workers, or [W, K], of each.
+        """
         context = self.context(active, dense)
         step = Step(self.number, RoomPlan(context.dense))
         if self.batched is not None:
             all_rows = _rows(grads), _rows(moments), torch.empty_like(grads[0])
             parts = [Part(step, self.batched, self.batched.state, context, *all_rows)]
             n_bytes = self.batched.exchange(parts[0])
-        elif self._repeats and isinstance(grads, Tensor) and self._steps_alike >= FIRST and not context.dense:
+        elif self._can_be_repeated(context) and isinstance(grads, Tensor):
             if self.repeated is None:
                 self.repeated = CapturedStep(partial(self._parts, grads=grads, moments=moments), grads, context)
             parts, n_bytes = self.repeated(step, grads)
@@ -144,11 +152,15 @@ class InProcess:
         self._steps_alike += 1
         return Done(mean, finite, n_bytes, undo if finite else [])
 
+    def _can_be_repeated(self, context: Context) -> bool:
+        """As a CUDA graph, which is captured with a gradient in every tensor."""
+        return self._repeats and self._steps_alike >= FIRST and not context.dense and context.active is None
+
     def _parts(self, step: Step, context: Context, grads: Rows, moments: Rows) -> list[Part]:
         out = torch.full_like(grads[0], torch.nan)  # whatever lies there must not matter
         rows = enumerate(zip(grads, moments, self.states, strict=True))
         return [
-            Part(step, self.compressor, state, replace(context, rank=rank), grad, moment, out)
+            Part(step, self.compressor, state, of_worker(context, rank), grad, moment, out)
             for rank, (grad, moment, state) in rows
         ]
 

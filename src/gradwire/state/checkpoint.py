@@ -13,9 +13,10 @@ from torch import Tensor
 from gradwire.errors import CheckpointError, DisagreementError
 from gradwire.exchange.courier import agree
 from gradwire.layout import in_shape
-from gradwire.methods.base import SAME
+from gradwire.methods.base import OWN, SAME
 
 if TYPE_CHECKING:
+    from gradwire.adapters.outer_loop import OuterLoop
     from gradwire.adapters.reducer import Reducer
 
 FORMAT = 1
@@ -105,7 +106,7 @@ def load_state_dict(reducer: Reducer, state: Mapping[str, Any], *, strict: bool 
         reducer.recorder.passes.begin_step(reducer.steps)
 
 
-def all_or_none(reducer: Reducer, problem: CheckpointError | None, said: str = "") -> None:
+def all_or_none(reducer: Reducer | OuterLoop, problem: CheckpointError | None, said: str = "") -> None:
     """All ranks go on, or all raise: the one with the problem says it, the others that there is one. Collective.
 
     said: what else must be the same.
@@ -135,7 +136,7 @@ def check(state: Any) -> None:
     for name, count in state["passed"].items():
         if not isinstance(name, str) or not isinstance(count, int) or count < 0:
             raise CheckpointError(f"damaged gradwire state: passed[{name!r}] is {count!r}")
-    if not all(power in (SAME, 0, 1, 2) for power in state["powers"].values()):
+    if not all(power in (OWN, SAME, 0, 1, 2) for power in state["powers"].values()):
         raise CheckpointError(f"damaged gradwire state: powers are {state['powers']}")
     for name, fields in state["parameters"].items():
         if not isinstance(name, str) or not isinstance(fields, Mapping):
@@ -164,7 +165,7 @@ def match(ours: Mapping[str, Tensor], state: Mapping[str, Any], strict: bool) ->
     for name in (name for name in ours if name in saved):
         found[name] = {}
         for field, value in saved[name].items():
-            if state["powers"][field] == SAME:
+            if state["powers"][field] in (OWN, SAME):
                 found[name][field] = value.to(ours[name].device, copy=True)
                 continue
             if value.shape != ours[name].shape:
@@ -199,6 +200,8 @@ def merged(like: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], rank: in
     for name, fields in like["parameters"].items():
         parameters[name] = {}
         for field, value in fields.items():
+            if like["powers"][field] == OWN:
+                continue
             if like["powers"][field] == SAME:
                 parameters[name][field] = value
                 continue

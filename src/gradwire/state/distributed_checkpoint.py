@@ -29,6 +29,8 @@ from gradwire.exchange.courier import gathered
 from gradwire.state import checkpoint, manifest
 
 if TYPE_CHECKING:
+    from gradwire.adapters.local_wire import LocalWire
+    from gradwire.adapters.outer_loop import OuterLoop
     from gradwire.adapters.reducer import Reducer
     from gradwire.adapters.wire import Wire
 
@@ -115,7 +117,7 @@ class _Reader(FileSystemReader):
         manifest.verify(self.folder, self.manifest, sorted(found))
 
 
-def save(wire: Wire, directory: str | os.PathLike[str]) -> None:
+def save(wire: Wire | LocalWire, directory: str | os.PathLike[str]) -> None:
     """Writes the state of all ranks into `directory`, which is this checkpoint's own. Collective."""
     reducer, folder = wire._live(), Path(directory)
     rank = dist.get_rank(reducer.group)
@@ -163,7 +165,7 @@ def _seal(folder: Path, entries: list[bytes]) -> None:
     manifest.write(folder, files)
 
 
-def sharded_state(wire: Wire) -> dict[str, Tensor]:
+def sharded_state(wire: Wire | LocalWire) -> dict[str, Tensor]:
     """This rank's part of a distributed checkpoint, tensors only, under keys that carry the rank."""
     state = wire.state_dict()
     head = {key: value for key, value in state.items() if key not in ("rank", "parameters")}
@@ -176,7 +178,7 @@ def sharded_state(wire: Wire) -> dict[str, Tensor]:
     return {HEAD: torch.frombuffer(bytearray(json.dumps(head).encode()), dtype=torch.uint8), **flat}
 
 
-def load(wire: Wire, directory: str | os.PathLike[str], strict: bool = False) -> None:
+def load(wire: Wire | LocalWire, directory: str | os.PathLike[str], strict: bool = False) -> None:
     """Goes on from `directory`, on as many workers as there are now. Collective."""
     reducer = wire._live()
     reader = _Reader(Path(directory))
@@ -191,7 +193,7 @@ def load(wire: Wire, directory: str | os.PathLike[str], strict: bool = False) ->
 T = TypeVar("T")
 
 
-def _prepared(reducer: Reducer, work: Callable[[], T]) -> T:
+def _prepared(reducer: Reducer | OuterLoop, work: Callable[[], T]) -> T:
     """What this rank does alone before a collective; all ranks go on, or all raise."""
     problem: CheckpointError | None = None
     try:
@@ -218,7 +220,7 @@ def _open(reader: _Reader) -> tuple[Tensor, Metadata]:
 
 
 def _plan(
-    reader: _Reader, raw: Tensor, metadata: Metadata, reducer: Reducer, rank: int
+    reader: _Reader, raw: Tensor, metadata: Metadata, reducer: Reducer | OuterLoop, rank: int
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The head, and room for the tensors that this rank wants of it."""
     head = json.loads(bytes(raw.tolist()))

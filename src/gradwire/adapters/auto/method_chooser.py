@@ -29,6 +29,7 @@ from gradwire.errors import CheckpointError
 from gradwire.exchange.courier import Flight, agree, courier_of, device_of
 from gradwire.methods import Compressor, Dense, to_spec
 from gradwire.plan.choose import Verdict, choose, describe
+from gradwire.plan.local_advice import advise
 from gradwire.plan.model import Cost, Network, Work, predict
 from gradwire.plan.probe import probe
 
@@ -195,13 +196,21 @@ class MethodChooser:
         if verdict.predictions[verdict.chosen].step_ms > (1 - least) * step_ms:
             words = f"{self.chosen}: on this link ({describe(self.network)}) nothing else is faster by {least:.0%}"
             verdict = replace(verdict, chosen=self.chosen, words=words)
-        verdict = self._or_rival(verdict)
+        verdict = self._with_advice(self._or_rival(verdict), step_ms)
         if (self.verdict is None or verdict.chosen != self.chosen) and dist.get_rank(self._reducer.group) == 0:
             print(f"gradwire: step {self._reducer.steps}: {verdict.words}")
         self.verdict = verdict
         if verdict.chosen != self.chosen:
             self._reducer.use(self.methods[verdict.chosen])
             self._begin()
+
+    def _with_advice(self, verdict: Verdict, step_ms: float) -> Verdict:
+        """Where even the shortest step waits for the link: local steps. No hook of DDP can switch to them."""
+        assert self._work is not None
+        least_ms = min(step_ms, *(prediction.step_ms for prediction in verdict.predictions.values()))
+        kind = "cuda" if self._reducer.device.type == "cuda" else "cpu"
+        advice = advise(self._work, self.network, least_ms, kind)
+        return verdict if advice is None else replace(verdict, words=f"{verdict.words}. {advice.words}", local=advice)
 
     def _or_rival(self, verdict: Verdict) -> Verdict:
         """While a compressor is in use, and the choice was timed on this link: one that was not, and may be faster."""
