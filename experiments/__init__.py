@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from gradwire.local_steps.recipe import is_recipe
 from gradwire.tools import result_files
 from gradwire.tools.experiment import experiment_file, run_files
 from gradwire.tools.experiment.experiment_file import Run
@@ -76,6 +77,11 @@ class History:
         return 1 / share if share else math.inf
 
 
+def is_local(method: str) -> bool:
+    """Whether a run's label is one of local steps."""
+    return " every=" in method or is_recipe(method.partition(" ")[0])
+
+
 def variant(method: str, front: float) -> str:
     return f"{method} front={front:g}" if front else method
 
@@ -99,7 +105,9 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        return self.method.partition(":")[0].lower()
+        """The method's name; of local steps another one, as what is compressed is another thing."""
+        name = self.method.partition(":")[0].partition(" ")[0].lower()
+        return f"{name} local" if is_local(self.method) else name
 
     @property
     def scores(self) -> list[float]:
@@ -219,14 +227,17 @@ def _alike(one: str, other: str) -> bool:
 
 
 def settings(plan: experiment_file.Experiment, optimizer: str) -> Runs:
-    """The runs of every (method, front, rate), a seed each: method by method, as the TOML has them."""
+    """The runs of every (method, front, rate), a seed each: method by method, as the TOML has them.
+
+    A method with its local steps: what is given beside it stands behind it.
+    """
     runs = [run for run in plan.runs if run.optimizer == optimizer]
     methods, fronts, rates = (
-        list(dict.fromkeys(getattr(run, of) for run in runs)) for of in ("method", "front", "rate")
+        list(dict.fromkeys(getattr(run, of) for run in runs)) for of in ("label", "front", "rate")
     )
     found: Runs = {triple: [] for triple in itertools.product(methods, fronts, rates)}
     for run in runs:
-        found[run.method, run.front, run.rate].append(run)
+        found[run.label, run.front, run.rate].append(run)
     return {triple: of_seeds for triple, of_seeds in found.items() if of_seeds}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.report import between
-from experiments import Results, load, plots, tables
+from experiments import Results, load, local_variance, plots, tables
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE, FIGURES = DOCS / "results.md", DOCS / "figures"
@@ -35,7 +35,12 @@ def experiments(every: list[Results]) -> str:
 
 def render(text: str, every: list[Results]) -> str:
     """The page with all its blocks written anew."""
-    makers = {"summary": tables.summary, "runs": tables.runs, "experiments": experiments}
+    makers = {
+        "summary": tables.summary,
+        "runs": tables.runs,
+        "local-variance": lambda every: local_variance.table(),
+        "experiments": experiments,
+    }
     for name, make in makers.items():
         text = between(text, name, make(every))
     return text

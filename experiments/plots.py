@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from experiments import History, Results, Score, Setting, Study, variant
+from experiments import History, Results, Score, Setting, Study, is_local, variant
 from gradwire.tools.experiment.experiment_file import Experiment
 from gradwire.tools.result_files import Table
 from gradwire.tools.train.cifar10 import make_network
@@ -37,6 +37,11 @@ SHADES = {
     "vgc density momentum": ("#b3005e", "#f0509b", "#ff9ec9"),
     "strom": ("#8f1d0c", "#e8643b", "#f2a65a"),
     "qsgd": ("#6b4f00", "#b8860b", "#d9b93b"),
+    # local steps of any method: nine, as with four dashes an odd number makes the most looks
+    "local": (
+        *("#1b3a1f", "#3f7d20", "#72b01d", "#b5c99a", "#454955"),
+        *("#8d5b4c", "#d4a373", "#7b2d26", "#c06c84"),
+    ),
 }
 OTHERS = ("#8c0b52", "#5c5c5c", "#738500", "#9c4f38", "#e0559b", "#008f8f", "#3f3f99", "#c92a2a", "#5f7f95", "#9f7fb8")
 # Options that make another family of a method; all others are a matter of degree.
@@ -56,7 +61,9 @@ class Style:
 
 
 def family(method: str) -> str:
-    """The method's name, and the options that make it another one."""
+    """The method's name, and the options that make it another one; local steps are one family."""
+    if is_local(method):
+        return "local"
     name, _, options = method.lower().partition(":")
     given = {option.partition("=")[0].strip() for option in options.split(",")}
     return " ".join([name, *sorted(given & KINDS.get(name, set()))])
@@ -71,8 +78,8 @@ def lighter(color: str) -> tuple[str, ...]:
 def styles(every: Iterable[Results]) -> dict[str, Style]:
     """Of all variants that any TOML names, run or not: a run that is added changes no other's colour."""
     families: dict[str, list[str]] = {}
-    named = [(run.front, run.method) for results in every for run in results.plan.runs]
-    for front, method in dict.fromkeys(sorted(named, key=lambda pair: pair[0])):
+    named = [(run.is_local, run.front, run.label) for results in every for run in results.plan.runs]
+    for _, front, method in dict.fromkeys(sorted(named, key=lambda one: one[:2])):
         families.setdefault(family(method), []).append(variant(method, front))
     unnamed = [name for name in families if name not in SHADES]
     found = {}

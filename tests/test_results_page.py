@@ -220,9 +220,12 @@ def test_only_what_the_file_asks_for_is_missed(tuned):
     assert "Not run: sgd: `vgc:alpha=1 x0.5` (seed 1), `vgc:alpha=1 x4`." in tables.runs(every)
 
 
+MARKED = ("summary", "runs", "local-variance", "experiments")  # what of the page is made
+
+
 def test_nothing_run_is_no_error(tmp_path):
     (tmp_path / "fake.toml").write_text(PLAN, encoding="utf-8")
-    text = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in ("summary", "runs", "experiments"))
+    text = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in MARKED)
     page = render(text, load(tmp_path))
     assert "Nothing is known yet" in page
     assert "0 of 30 runs. Not run: sgd: all; adam: all." in page

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +12,17 @@ from gradwire.errors import AttachError, CheckpointError
 from gradwire.exchange.counting import Stats
 from gradwire.exchange.in_process import InProcess
 from gradwire.layout import Layout, in_shape
+from gradwire.local_steps.recipe import Recipe, is_recipe, recipe_of
 from gradwire.methods import Compressor, compressor_of
-from gradwire.methods.base import of_slot, powers
 from gradwire.moments.batch_axis import BatchAxis
 from gradwire.moments.batch_dim import BatchDim, root_axis_of
-from gradwire.simulation import random_state as randomness
-from gradwire.simulation.cuda_graphs import CapturedPasses
+from gradwire.simulation.local_simulation import LocalSimulation, MakeOptimizer
 from gradwire.simulation.virtual_worker import Loss, VirtualWorker
-from gradwire.state import checkpoint
+from gradwire.simulation.worker_passes import Passes
+from gradwire.simulation.worker_states import of_one, put_back, saved
 
 
+@overload
 def simulate(
     model: nn.Module,
     compressor: Compressor | str,
@@ -38,7 +37,45 @@ def simulate(
     exact: bool = True,
     strict: bool = False,
     same_samples: bool = True,
-) -> Simulation:
+) -> Simulation: ...
+
+
+@overload
+def simulate(
+    model: nn.Module,
+    compressor: Recipe | Compressor | str,
+    loss: Loss,
+    *,
+    workers: int,
+    optimizer: MakeOptimizer,
+    every: int | None = None,
+    clip: float = 0.0,
+    seed: int = 0,
+    capture: bool | None = None,
+    messages: bool | None = None,
+    **recipe: Any,
+) -> LocalSimulation: ...
+
+
+def simulate(
+    model: nn.Module,
+    compressor: Recipe | Compressor | str,
+    loss: Loss,
+    *,
+    workers: int,
+    every: int | None = None,
+    optimizer: MakeOptimizer | None = None,
+    clip: float = 0.0,
+    seed: int = 0,
+    capture: bool | None = None,
+    messages: bool | None = None,
+    batch_dim: BatchDim = 0,
+    estimator: str = "groups",
+    exact: bool = True,
+    strict: bool = False,
+    same_samples: bool = True,
+    **recipe: Any,
+) -> Simulation | LocalSimulation:
     """W workers that train `model`, each with its own samples, batch-norm statistics and compressor state.
 
     compressor: such as VGC(alpha=1.5), or its spec, "vgc:alpha=1.5".
@@ -49,11 +86,25 @@ def simulate(
     once, and methods whose steps are all alike run as a CUDA graph; the elements are the same, and the length of a
     message is known from its room. None: not on a GPU, where messages would take longer than all the rest.
     batch_dim, estimator, exact, strict, same_samples: as of `attach`.
+
+    Local steps, `simulation.step(*batch)`, where `every` is given, or a recipe in the method's place ("diloco"):
+    every: inner steps that each worker takes alone with an optimizer of its own, before what they add up to is sent.
+    optimizer: (parameters of one worker) -> its optimizer.
+    clip: the largest norm of a worker's own gradient; 0: any.
+    recipe: other options of the round, as Recipe has them: outer_lr, outer_momentum, decay, fragments, delay, ...
     """
     if workers < 1:
         raise ValueError(f"simulate: workers must be at least 1, got {workers}")
     if not model.training:
         raise AttachError("simulate wants a model that trains: model.train()")
+    if every is not None or is_recipe(compressor):
+        if optimizer is None:
+            raise ValueError("local steps need optimizer=, which makes one of a worker's parameters")
+        chosen = recipe_of(compressor, every=every, **recipe)
+        return LocalSimulation(model, chosen, loss, workers, optimizer, clip, seed, capture, messages)
+    if optimizer is not None or clip or recipe:
+        given = ", ".join([*(["optimizer"] if optimizer else []), *(["clip"] if clip else []), *recipe])
+        raise ValueError(f"simulate: {given} means something in local steps alone: give every=")
     moments = {
         "batch_dim": batch_dim,
         "estimator": estimator,
@@ -62,6 +113,7 @@ def simulate(
         "same_samples": same_samples,
         "batch_axis": BatchAxis(root_axis_of(batch_dim, model)),  # the same in all copies of the model
     }
+    assert not isinstance(compressor, Recipe)
     return Simulation(model, compressor_of(compressor), loss, workers, seed, capture, messages, moments)
 
 
@@ -98,9 +150,7 @@ class Simulation:
         )
         rows = enumerate(zip(self.gradients, self.moments, strict=True))
         self.replicas = [VirtualWorker(model, self.layout, *row, moments, buffers=rank == 0) for rank, row in rows]
-        self._captures = gpu if capture is None else capture
-        self._branches: CapturedPasses | None = None
-        self._random = [self._seeded(seed, rank) for rank in range(workers)]
+        self.passes = Passes(self.replicas, loss, seed, gpu if capture is None else capture)
 
     def __repr__(self) -> str:
         size = f"{self.layout.numel} parameters, {self.workers} workers"
@@ -130,11 +180,7 @@ class Simulation:
 
         The mean over the workers of what they sent is in every parameter's `.grad` after it.
         """
-        for tensor in batch:
-            if tensor.shape[:1] != (self.workers,):
-                shape = tuple(tensor.shape)
-                raise ValueError(f"backward wants a row for each of the {self.workers} workers, got a tensor {shape}")
-        losses = self._passes(batch)
+        losses = self.passes(batch)
         done = self.ranks.exchange(self.gradients, self.moments)
         if not done.finite:
             done.mean.fill_(torch.nan)  # as real workers: every one of them gets NaN
@@ -143,41 +189,10 @@ class Simulation:
             parameter.grad = in_shape(slot.of(done.mean), parameter)
         return losses
 
-    def _passes(self, batch: Sequence[Tensor]) -> Tensor:
-        if self._captures:
-            if self._branches is None:
-                self._branches = CapturedPasses(self.replicas, self.loss, batch)
-            if self._branches.fits(batch):
-                return self._branches.run(batch)
-        losses = []
-        with self._forked_random():
-            for rank, replica in enumerate(self.replicas):
-                randomness.set_state(self._random[rank], self.device)
-                losses.append(replica.backward(self.loss, [tensor[rank] for tensor in batch]))
-                self._random[rank] = randomness.get_state(self.device)
-        return torch.stack(losses)
-
-    def _seeded(self, seed: int, rank: int) -> Tensor:
-        with self._forked_random():
-            randomness.seed_worker(seed, rank)
-            return randomness.get_state(self.device)
-
-    def _forked_random(self) -> AbstractContextManager[None]:
-        """The caller's random numbers go on as if nothing had been drawn."""
-        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
-
     def stats(self) -> Stats:
         """What one worker sent, on average over all of them, since the beginning or the last `reset_stats`."""
-        total = self.ranks.meter.stats([state.residual for state in self.ranks.states if hasattr(state, "residual")])
-        bytes_of = {name: round(getattr(total, name) / self.workers) for name in ("bytes_sent", "dense_bytes")}
-        return replace(
-            total,
-            **bytes_of,
-            bytes_received=bytes_of["bytes_sent"] * (self.workers - 1),
-            elements_sent={name: round(count / self.workers) for name, count in total.elements_sent.items()},
-            deferred=round(total.deferred / self.workers),
-            residual_norm=total.residual_norm / self.workers**0.5,
-        )
+        residuals = [state.residual for state in self.ranks.states if hasattr(state, "residual")]
+        return of_one(self.ranks.meter.stats(residuals), self.workers)
 
     def reset_stats(self) -> None:
         """Starts the totals anew."""
@@ -185,55 +200,20 @@ class Simulation:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the model and the optimizer. Each worker's state is what `Wire.state_dict` is on its rank."""
+        workers = [saved(self.ranks, rank, self.parameters) for rank in range(self.workers)]
         return {
-            "workers": [self._worker_state(rank) for rank in range(self.workers)],
+            "workers": workers,
             "buffers": [{n: b.clone() for n, b in one.module.named_buffers()} for one in self.replicas],
-            "random": [*(state.clone() for state in self._random), randomness.get_state(self.device)],
-        }
-
-    def _worker_state(self, rank: int) -> dict[str, Any]:
-        state, capacity = self.ranks.states[rank], self.ranks.capacity
-        fields = powers(state)
-        return {
-            "format": checkpoint.FORMAT,
-            "compressor": repr(self.compressor),
-            "world_size": self.workers,
-            "rank": rank,
-            "step": self.steps,
-            "since_dense": capacity.since_dense,
-            "passed": dict(capacity.passed),
-            "powers": fields,
-            "parameters": {
-                slot.name: checkpoint.at_rest(of_slot(state, slot), fields, self.parameters[slot.name])
-                for slot in self.layout
-            },
+            "random": self.passes.random_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state` was saved."""
         if not isinstance(state, Mapping) or not {"workers", "buffers", "random"} <= state.keys():
             raise CheckpointError("not the state of a simulation: expected a dict with workers, buffers, random")
-        states = state["workers"]
-        if len(states) != self.workers:
-            raise CheckpointError(f"the state of {len(states)} workers, this simulation has {self.workers}")
-        for rank, one in enumerate(states):
-            checkpoint.check(one)
-            if (one["rank"], one["world_size"]) != (rank, self.workers):
-                raise CheckpointError(f"worker {rank} of the state is rank {one['rank']} of {one['world_size']}")
-        fields = [checkpoint.match(self.parameters, one, strict=True) for one in states]
-        for rank, found in enumerate(fields):
-            self._put(rank, found)
+        put_back(self.ranks, state["workers"], self.parameters)
+        for replica, buffers in zip(self.replicas, state["buffers"], strict=True):
             with torch.no_grad():
-                for name, buffer in self.replicas[rank].module.named_buffers():
-                    buffer.copy_(state["buffers"][rank][name])
-        self.ranks.number = states[0]["step"]
-        self.ranks.capacity.passed = dict(states[0]["passed"])
-        self.ranks.capacity.since_dense = states[0]["since_dense"]
-        *self._random, here = (one.clone() for one in state["random"])
-        randomness.set_state(here, self.device)
-
-    def _put(self, rank: int, found: dict[str, dict[str, Tensor]]) -> None:
-        for slot in self.layout:
-            for field, view in of_slot(self.ranks.states[rank], slot).items():
-                known = found[slot.name].get(field)  # a field that the saved one had no use for begins at zero
-                view.copy_(torch.zeros_like(view) if known is None else known)
+                for name, buffer in replica.module.named_buffers():
+                    buffer.copy_(buffers[name])
+        self.passes.set_random_state(state["random"])

@@ -1,4 +1,4 @@
-"""One of several workers in one process: a module of its own over the parameters of all of them. Step 1."""
+"""One of several workers in one process: a module of its own, over the parameters of all of them or its own. Step 1."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class VirtualWorker:
 
     gradient, moment: [N], where they go; the moment is empty where the method needs none.
     options: of the recorder; buffers: whether it writes to the model's own buffers, as rank 0 does.
+    weights: [N], where the parameters that are trained lie, if not in the model.
     """
 
     def __init__(
@@ -38,8 +39,13 @@ class VirtualWorker:
         moment: Tensor,
         options: dict[str, Any],
         buffers: bool,
+        weights: Tensor | None = None,
     ) -> None:
-        shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
+        named = dict(model.named_parameters())
+        places = {} if weights is None else {s.name: in_shape(s.of(weights), named[s.name]) for s in layout}
+        shared: dict[int, Any] = {
+            id(p): nn.Parameter(places.get(name, p.detach()), p.requires_grad) for name, p in named.items()
+        }
         if buffers:
             shared |= {id(buffer): buffer for buffer in model.buffers()}
         self.module = copy.deepcopy(model, shared)
@@ -63,6 +69,11 @@ class VirtualWorker:
             for slot in self._slots:
                 self.recorder.consume(slot.name, slot.of(self.gradient))
         return value.detach()
+
+    def hand_over(self) -> None:
+        """The gradient of the last pass, for an optimizer: also of a pass that ran as a graph."""
+        for slot, place in zip(self._slots, self._places, strict=True):
+            self.parameters[slot.name].grad = place
 
     def _collect(self, gradients: Sequence[Tensor | None]) -> None:
         found = [one for one in gradients if one is not None]

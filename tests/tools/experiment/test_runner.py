@@ -150,6 +150,45 @@ def test_a_run_that_was_cut_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert not list((tmp_path / "cut").glob("*.pt"))
 
 
+LOCAL = TABLE | {"methods": ["topk:density=0.1,exact=true"], "every": [5], "delay": 2, "fragments": 2, "clip": 1.0}
+TOPK = "adam-topk-density-0.1-exact-true-H5-fragments-2-delay-2-seed0"
+
+
+def test_local_steps_go_on_bit_for_bit_and_end_with_a_round(tmp_path: Path) -> None:
+    """Epochs of six steps are no whole rounds; the last one takes what was trained since."""
+    experiment = from_table(LOCAL)
+    whole, _ = runner(tmp_path / "whole", experiment)
+    assert whole()
+    times = iter([0.0] * 3 + [61.0] * 99)
+    cut, _ = runner(tmp_path / "cut", experiment, minutes=1.0, clock=lambda: next(times))
+    assert not cut()
+    assert (tmp_path / "cut" / f"{TOPK}.pt").is_file()
+    on, _ = runner(tmp_path / "cut", experiment)
+    assert on()
+    for end in (".csv", ".layers.csv"):
+        assert figures(tmp_path / "cut" / f"{TOPK}{end}") == figures(tmp_path / "whole" / f"{TOPK}{end}")
+    rows = read(tmp_path / "whole" / f"{TOPK}.csv")
+    assert float(rows[2]["test_accuracy"]) > float(rows[0]["test_accuracy"])
+    assert {float(row["dense_bytes_a_step"]) for row in rows} == {4 * 85_002}
+    sent = [6 * float(row["bytes_a_step"]) for row in rows]
+    kept = 8 * 0.1 * 85_002  # bytes of a round at most, but for heads
+    assert sent[0] + sent[1] + sent[2] < 5 * kept  # three rounds, and at the end two halves of a fourth
+    assert sum(sent) > 3 * 0.5 * kept
+
+
+def test_local_steps_are_evaluated_at_the_base_weights() -> None:
+    table = LOCAL | {"every": [100], "delay": 0, "optimizers": ["plain"], "learning_rate": {"plain": 0.1}}
+    experiment = from_table(table)
+    virtual = SimulatedTraining(experiment, experiment.runs[0], open_task(experiment, None), torch.device("cpu"))
+    start = virtual.evaluate()
+    rows = [virtual.epoch()[0] for _ in range(3)]
+    assert [row["test_accuracy"] for row in rows[:2]] == [start["test_accuracy"]] * 2
+    assert rows[0]["train_loss"] > rows[1]["train_loss"]
+    assert (rows[0]["bytes_a_step"], rows[0]["ratio"]) == (0, float("inf"))
+    assert rows[2]["test_accuracy"] != start["test_accuracy"]  # after the last round
+    assert rows[2]["bytes_a_step"] > 0
+
+
 def test_rows_later_than_the_last_save_are_dropped(tmp_path: Path) -> None:
     """Killed after an epoch that was written down and not saved."""
     run, _ = runner(tmp_path, save_every=1e-9)

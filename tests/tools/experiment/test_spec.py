@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gradwire import TopK
+from gradwire import Dense, TopK
+from gradwire.local_steps.recipe import Recipe, recipe_of
 from gradwire.tools.experiment.experiment_file import Course, from_table, open_task, read
 from gradwire.tools.input_errors import InputError
 
@@ -63,6 +64,39 @@ def test_more_runs_with_an_optimizer_of_their_own() -> None:
     assert experiment.rate_at(experiment.runs[-1], 0.5) == 2.0
 
 
+def test_local_steps_are_an_axis_and_have_names_of_their_own() -> None:
+    also = [
+        {"methods": ["diloco:every=20", "diloco"], "outer_lr": 0.5},
+        {"methods": ["dense"], "every": [8], "delay": 2, "fragments": 2, "rates": [2]},
+    ]
+    table = GOOD | {"methods": ["dense", "topk:density=0.1"], "every": [0, 1, 30], "decay": 0.5, "also": also}
+    runs = from_table(table).runs
+    assert [run.name for run in runs] == [
+        "sgd-dense-seed0",
+        "sgd-topk-density-0.1-seed0",
+        "sgd-dense-H1-decay-0.5-seed0",
+        "sgd-topk-density-0.1-H1-decay-0.5-seed0",
+        "sgd-dense-H30-decay-0.5-seed0",
+        "sgd-topk-density-0.1-H30-decay-0.5-seed0",
+        "sgd-diloco-every-20-outer_lr-0.5-decay-0.5-seed0",
+        "sgd-diloco-outer_lr-0.5-decay-0.5-seed0",
+        "sgd-dense-H8-decay-0.5-fragments-2-delay-2-x2-seed0",
+    ]
+    assert [run.is_local for run in runs] == [False] * 2 + [True] * 7
+    assert runs[5].recipe() == Recipe(TopK(density=0.1), 30, decay=0.5)
+    assert runs[6].recipe() == recipe_of("diloco", every=20, outer_lr=0.5, decay=0.5)
+    assert runs[8].recipe() == Recipe(Dense(), 8, decay=0.5, fragments=2, delay=2)
+    assert runs[5].label == "topk:density=0.1 every=30 decay=0.5"
+    assert runs[1].label == "topk:density=0.1"
+
+
+def test_local_steps_with_a_density_that_falls() -> None:
+    run = from_table(GOOD | {"methods": ["dense", "topk:density=0.01"], "fronts": [3], "every": [2]}).runs[0]
+    assert run.name == "sgd-topk-density-0.01-front3-H2-seed0"
+    assert run.recipe().compressor == run.compressor(0.0) == TopK(density=0.03157)
+    assert run.compressor(1.0).share < 0.01
+
+
 def test_learning_rates() -> None:
     table = {
         "task": "cifar10",
@@ -114,6 +148,12 @@ def test_the_same_schedule_in_fewer_epochs() -> None:
         ({"schedule": {"adam": {"kind": "cosine"}}}, "not among the optimizers"),
         ({"learning_rate": {"adam": 1.0}}, "not among the optimizers"),
         ({"also": {"methods": ["dense"]}}, r"also is written as \[\[also\]\]"),
+        ({"every": [2]}, "vgc:alpha=1 every=2: local steps add up weights"),
+        ({"methods": ["dense"], "every": [2], "delay": 2}, "dense every=2 delay=2: delay"),
+        ({"methods": ["dense"], "every": [-1]}, "every must be 0 or more"),
+        ({"every": [1.5]}, "every must be a list"),
+        ({"outer_lr": "1"}, "outer_lr must not be '1'"),
+        ({"fragments": 1.5}, "fragments must not be 1.5"),
         ({"also": [{"seeds": [1]}]}, "methods must be given"),
         ({"also": [{"methods": ["dense"], "epochs": 3}]}, "unknown epochs. Known: methods, rates, fronts, seeds"),
         ({"also": [{"methods": ["dense"], "seeds": []}]}, "at least one"),

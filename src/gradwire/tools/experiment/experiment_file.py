@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
+from gradwire.local_steps.recipe import Recipe, is_recipe, recipe_of
 from gradwire.methods import Compressor, from_spec
 from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.train import optimizers, tasks
@@ -25,6 +26,8 @@ else:  # the same by another name
 
 PRECISIONS = ("float32", "bf16")
 SCHEDULES = ("constant", "halving", "cosine")
+OUTER = ("outer_lr", "outer_momentum", "decay", "fragments", "delay")  # options of local steps
+Outer = tuple[tuple[str, float], ...]  # those that are given, with their values
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class Run:
     rate: float  # times the optimizer's learning rate
     seed: int
     front: float = 0.0  # how much more is sent at the beginning: the density falls as exp(-front t / T), its mean stays
+    every: int = 0  # inner steps of a round of local steps; 0: as the method says, which without a recipe is none
+    outer: Outer = ()
 
     @property
     def name(self) -> str:
@@ -74,15 +79,38 @@ class Run:
         method = re.sub(r"[^A-Za-z0-9.]+", "-", self.method).strip("-")
         rate = "" if self.rate == 1 else f"-x{self.rate:g}"
         front = f"-front{self.front:g}" if self.front else ""
-        return f"{self.optimizer}-{method}{front}{rate}-seed{self.seed}"
+        local = f"-H{self.every}" if self.every else ""
+        local += "".join(f"-{name}-{value:g}" for name, value in self.outer)
+        return f"{self.optimizer}-{method}{front}{local}{rate}-seed{self.seed}"
+
+    @property
+    def label(self) -> str:
+        """The method, and of local steps what is given beside it."""
+        every = f" every={self.every}" if self.every else ""
+        return self.method + every + "".join(f" {name}={value:g}" for name, value in self.outer)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every worker has an optimizer of its own, and what its steps add up to is exchanged."""
+        return self.every > 0 or is_recipe(self.method)
+
+    @property
+    def spelt(self) -> Compressor:
+        """The method with its options as the file has them."""
+        return recipe_of(self.method).compressor if is_recipe(self.method) else from_spec(self.method)
 
     def compressor(self, done: float) -> Compressor:
         """What is used where a part `done` of the run is done."""
-        method: Any = from_spec(self.method)
+        method: Any = self.spelt
         if not self.front:
             return method  # type: ignore[no-any-return]
         part = self.front / -math.expm1(-self.front) * math.exp(-self.front * done)
         return dataclasses.replace(method, density=min(1.0, float(f"{method.density * part:.4g}")))  # type: ignore[no-any-return]
+
+    def recipe(self) -> Recipe:
+        """Of local steps, at the beginning."""
+        found = recipe_of(self.method, every=self.every or None, **dict(self.outer))
+        return dataclasses.replace(found, method=self.compressor(0.0))
 
 
 @dataclass(frozen=True)
@@ -94,20 +122,39 @@ class Grid:
     fronts: tuple[float, ...] = (0.0,)  # for methods with a density
     seeds: tuple[int, ...] = (0,)
     optimizers: tuple[str, ...] = ()  # empty: those of the experiment
+    every: tuple[int, ...] = (0,)  # inner steps of a round of local steps; 0: gradients are exchanged
+    outer_lr: float | None = None  # these of local steps alone; None: as the experiment has it, or the method
+    outer_momentum: float | None = None
+    decay: float | None = None
+    fragments: int | None = None
+    delay: int | None = None
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            make_compressor(method)
-        if not all((self.methods, self.rates, self.fronts, self.seeds)):
-            raise InputError("methods, rates, fronts and seeds must each name at least one")
+            if not is_recipe(method):
+                make_compressor(method)
+        if not all((self.methods, self.rates, self.fronts, self.seeds, self.every)):
+            raise InputError("methods, rates, fronts, seeds and every must each name at least one")
+        if any(every < 0 for every in self.every):
+            raise InputError(f"every must be 0 or more inner steps, got {list(self.every)}")
         if any(front < 0 for front in self.fronts):
             raise InputError(f"fronts must be 0 or more, got {list(self.fronts)}")
 
-    def runs(self, optimizers: tuple[str, ...]) -> list[Run]:
-        """Of an experiment with these optimizers."""
-        every = itertools.product(self.seeds, self.optimizers or optimizers, self.rates, self.fronts, self.methods)
-        runs = [Run(optimizer, method, rate, seed, front) for seed, optimizer, rate, front, method in every]
-        return [run for run in runs if not run.front or from_spec(run.method).share is not None]
+    def runs(self, optimizers: tuple[str, ...], outer: Mapping[str, float]) -> list[Run]:
+        """Of an experiment with these optimizers and options of local steps."""
+        chosen = {**outer, **given(self)}
+        pairs: Outer = tuple((name, chosen[name]) for name in OUTER if name in chosen)
+        axes = (self.seeds, self.optimizers or optimizers, self.rates, self.fronts, self.every, self.methods)
+        runs = [
+            Run(optimizer, method, rate, seed, front, every, pairs if every or is_recipe(method) else ())
+            for seed, optimizer, rate, front, every, method in itertools.product(*axes)
+        ]
+        return [run for run in runs if not run.front or run.spelt.share is not None]
+
+
+def given(table: Grid | Experiment) -> dict[str, float]:
+    """The options of local steps that a table of the file has."""
+    return {name: getattr(table, name) for name in OUTER if getattr(table, name) is not None}
 
 
 @dataclass(frozen=True)
@@ -126,12 +173,18 @@ class Experiment:
     fronts: tuple[float, ...] = (0.0,)  # for methods with a density
     learning_rate: Mapping[str, float] = field(default_factory=dict)  # by optimizer
     weight_decay: float | None = None
-    clip: float = 0.0  # the largest norm of a mean gradient; 0: any
+    clip: float = 0.0  # the largest norm of a mean gradient, with local steps of a worker's own; 0: any
     schedule: Mapping[str, Course] = field(default_factory=dict)  # by optimizer; a constant learning rate otherwise
     precision: str = "float32"
     augment: bool = False
     steps_per_epoch: int = 0
     model: Mapping[str, int] = field(default_factory=dict)  # options of the task's network
+    every: tuple[int, ...] = (0,)  # these as a grid has them
+    outer_lr: float | None = None
+    outer_momentum: float | None = None
+    decay: float | None = None
+    fragments: int | None = None
+    delay: int | None = None
     also: tuple[Grid, ...] = ()  # more runs, of some methods only
 
     def __post_init__(self) -> None:
@@ -148,6 +201,8 @@ class Experiment:
             raise InputError("optimizers must name at least one")
         if self.precision not in PRECISIONS:
             raise InputError(f"precision must be one of {', '.join(PRECISIONS)}, not {self.precision!r}")
+        for run in self.runs:
+            _check_recipe(run)
 
     @property
     def every_optimizer(self) -> tuple[str, ...]:
@@ -156,12 +211,12 @@ class Experiment:
 
     @property
     def grids(self) -> tuple[Grid, ...]:
-        return (Grid(self.methods, self.rates, self.fronts, self.seeds, self.optimizers), *self.also)
+        return (Grid(self.methods, self.rates, self.fronts, self.seeds, self.optimizers, self.every), *self.also)
 
     @property
     def runs(self) -> list[Run]:
         """Seed by seed, so that one of everything is there first."""
-        runs = dict.fromkeys(run for grid in self.grids for run in grid.runs(self.optimizers))
+        runs = dict.fromkeys(run for grid in self.grids for run in grid.runs(self.optimizers, given(self)))
         return sorted(runs, key=lambda run: run.seed)
 
     def full_rate(self, run: Run) -> float:
@@ -174,6 +229,14 @@ class Experiment:
     def rate_at(self, run: Run, done: float) -> float:
         """The learning rate where a part `done` of the run is done."""
         return self.full_rate(run) * self.schedule.get(run.optimizer, Course()).at(done)
+
+
+def _check_recipe(run: Run) -> None:
+    try:
+        if run.is_local:
+            run.recipe()
+    except ValueError as error:
+        raise InputError(f"{run.label}: {error}") from error
 
 
 def read(path: Path) -> Experiment:

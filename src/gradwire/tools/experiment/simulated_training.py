@@ -1,4 +1,4 @@
-"""One run of an experiment: virtual workers, an optimizer on the mean they get, a row of figures an epoch."""
+"""One run of an experiment: virtual workers that train, a row of figures an epoch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import gradwire
 from gradwire.exchange.counting import Stats
 from gradwire.tools.experiment.experiment_file import Experiment, Run
-from gradwire.tools.train import optimizers, sharding, tasks
+from gradwire.tools.experiment.simulated_steps import GradientSteps, LocalSteps
+from gradwire.tools.train import sharding, tasks
 from gradwire.tools.train.task import Task
 
 Row = dict[str, float]
@@ -33,11 +33,8 @@ class SimulatedTraining:
         self.model = task.make_model().to(device)
         if device.type == "cuda":
             self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        decay = kind.weight_decay if experiment.weight_decay is None else experiment.weight_decay
-        method, fused = run.compressor(0.0), device.type == "cuda"
-        options = (0.0, decay, fused, method.own_momentum)
-        self.optimizer = optimizers.make(run.optimizer, self.model.parameters(), *options)
-        self.simulation = gradwire.simulate(self.model, method, self.loss, workers=experiment.workers, seed=run.seed)
+        self.trained = (LocalSteps if run.is_local else GradientSteps)(experiment, run, self.model, self.loss)
+        self.simulation = self.trained.simulation
         whole = sharding.steps_left(task.samples, experiment.workers, self.batch)
         self.steps = min(whole, experiment.steps_per_epoch or whole)
         self.epochs_done = 0
@@ -61,8 +58,10 @@ class SimulatedTraining:
         for number, indices in enumerate(taken):
             done = (self.epochs_done + number / self.steps) / self.experiment.epochs
             rate = self.experiment.rate_at(self.run, done)
-            optimizers.set_learning_rate(self.optimizer, rate)
+            self.trained.set_learning_rate(rate)
             total += self._step(indices).double()
+        if self.epochs_done + 1 == self.experiment.epochs:
+            self.trained.finish()
         loss = float(total) / self.steps
         seconds = time.perf_counter() - start
         self.epochs_done += 1
@@ -76,11 +75,7 @@ class SimulatedTraining:
             inputs = crop_and_flip(inputs)
         rows = (self.experiment.workers, self.batch)
         batch = [tensor.view(*rows, *tensor.shape[1:]) for tensor in (inputs, targets)]
-        losses = self.simulation.backward(*batch)
-        if self.experiment.clip:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.experiment.clip)
-        self.optimizer.step()
-        return losses.mean()
+        return self.trained.step(*batch).mean()
 
     def _row(self, loss: float, seconds: float, rate: float, stats: Stats) -> Row:
         return {
@@ -101,7 +96,7 @@ class SimulatedTraining:
         }
 
     def evaluate(self) -> dict[str, float]:
-        """With the batch-norm statistics of worker 0, as rank 0 would."""
+        """With the batch-norm statistics of worker 0, as rank 0 would; with local steps the base weights and a mean."""
         self.model.eval()
         with torch.no_grad(), self.lowered():
             totals = self.task.evaluate(self.model)
@@ -111,15 +106,13 @@ class SimulatedTraining:
     def state_dict(self) -> dict[str, Any]:
         return {
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "simulation": self.simulation.state_dict(),
+            **self.trained.state_dict(),
             "epochs": self.epochs_done,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.simulation.load_state_dict(state["simulation"])
+        self.trained.load_state_dict(state)
         self.epochs_done = state["epochs"]
 
 
