@@ -31,6 +31,7 @@ SUITES = {
         "oracles_cpu",
         "recurrent_cpu",
         "imports_cpu",
+        "local_round",
     ),
     "gpu": (
         "fused_linear",

@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from gradwire.plan.duration import duration
+from gradwire.plan.local_advice import LocalAdvice
 from gradwire.plan.model import Cost, Network, Prediction, Work, predict
 
 MARGIN = 0.05
 RATES = (1e-3, 1e9)  # Mbit/s between which a break-even is looked for
 HALVINGS = 32
+CHANGED = "Every worker trains alone between two exchanges, so this is another training: compare its accuracy too"
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Verdict:
     chosen: str  # spec
     predictions: dict[str, Prediction]  # by spec
     words: str
+    local: LocalAdvice | None = None  # what local steps would take: of "auto", which cannot switch to them
 
 
 def choose(
@@ -31,6 +35,8 @@ def choose(
 ) -> Verdict:
     """The fastest. One that loses information only where it beats the best cast (dense, bf16) by the margin.
 
+    Local steps count among those, and nothing but what is in `costs` is ever chosen.
+
     errors: by method, measured / predicted step time, where it is known; the predictions are corrected by it.
     """
     if not costs:
@@ -40,20 +46,26 @@ def choose(
         if spec in predictions:
             predictions[spec] = replace(predictions[spec], step_ms=error * predictions[spec].step_ms)
 
-    def fastest(kinds: Sequence[str]) -> str | None:
-        specs = [cost.spec for cost in costs if cost.kind in kinds]
+    def fastest(casts: bool) -> str | None:
+        specs = [cost.spec for cost in costs if cost.is_cast == casts]
         return min(specs, key=lambda spec: predictions[spec].step_ms, default=None)
 
-    cast, compressed = fastest(["sum"]), fastest(["gather", "rounds"])
+    cast, compressed = fastest(casts=True), fastest(casts=False)
     where = f"on this link ({describe(network)})"
     if cast is None or compressed is None:
         chosen = cast or compressed
         assert chosen is not None
         n_others = len(predictions) - 1
         words = f"{chosen}: {where} it is " + (f"the fastest of {n_others + 1}" if n_others else "the only one given")
-        return Verdict(chosen, predictions, words)
+        return Verdict(chosen, predictions, words + _warning(chosen, costs))
     chosen, words = _compared(cast, compressed, predictions, margin)
-    return Verdict(chosen, predictions, f"{chosen}: {where} {words}")
+    return Verdict(chosen, predictions, f"{chosen}: {where} {words}" + _warning(chosen, costs))
+
+
+def _warning(chosen: str, costs: Sequence[Cost]) -> str:
+    """Where local steps were chosen."""
+    local = any(cost.local is not None for cost in costs if cost.spec == chosen)
+    return f". {CHANGED}" if local else ""
 
 
 def _compared(cast: str, compressed: str, predictions: Mapping[str, Prediction], margin: float) -> tuple[str, str]:
@@ -78,13 +90,6 @@ def describe(network: Network) -> str:
 def percent(share: float) -> str:
     """12 %, or 0.4 %."""
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:,.0f} %"
-
-
-def duration(ms: float) -> str:
-    """18.8 ms, 59.1 s, 6.2 min, 2.07 h: three digits or so, in the unit that one would say."""
-    units = (("ms", 1.0, 1e4), ("s", 1e3, 120.0), ("min", 6e4, 120.0))
-    number, unit = next(((ms / one, name) for name, one, most in units if ms / one < most), (ms / 3.6e6, "h"))
-    return f"{number:,.0f} {unit}" if number >= 1000 else f"{number:.3g} {unit}"
 
 
 def pays_below(work: Work, network: Network, cost: Cost, against: Cost, margin: float = 0.0) -> float | None:

@@ -12,6 +12,9 @@ from itertools import accumulate
 
 import numpy as np
 
+from gradwire.local_steps.local_stats import STATUS_BYTES
+from gradwire.plan.rounds import Exchange, RoundCost, round_times
+
 FLOAT_BYTES = 4
 NS_PER_MS = 1e6
 
@@ -111,29 +114,57 @@ class Cost:
     rounds: int = 1  # collectives a bucket, one after another
     room: bool = False  # its messages never take longer than an all-reduce of float32: see exchange/room.py
     guess: bool = False  # nobody has measured this method: its times are those of a usual one
+    local: RoundCost | None = (
+        None  # it is exchanged once in so many steps, fragment by fragment in the place of buckets
+    )
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether every gradient is summed whole, if in a smaller precision; all other methods change the training."""
+        return self.kind == "sum" and self.local is None
 
     def handed_over(self, numel: float) -> float:
         """Bytes of one bucket that one worker gives to its collectives."""
         return self.bytes_per_element * numel + self.head_bytes
 
+    def parts(self, work: Work) -> tuple[float, ...]:
+        """Elements that are exchanged together: DDP's buckets, or the fragments of local steps."""
+        if self.local is None:
+            return work.buckets
+        return (work.numel / self.local.fragments,) * self.local.fragments
+
+    def bytes_a_step(self, work: Work) -> float:
+        """That one worker gives to its collectives; of local steps on average."""
+        n_bytes = sum(self.handed_over(numel) for numel in self.parts(work))
+        if self.local is None:
+            return n_bytes
+        return (n_bytes + STATUS_BYTES * self.local.fragments) / self.local.every
+
     def encode_ms(self, work: Work) -> float:
-        """Of a step, with all that belongs to its buckets."""
-        return self.overhead_ms * len(work.buckets) + self.encode_ns * work.numel / NS_PER_MS
+        """Of an exchange of all elements, with all that belongs to its parts."""
+        return self.overhead_ms * len(self.parts(work)) + self.encode_ns * work.numel / NS_PER_MS
 
     def decode_ms(self, work: Work, n_messages: int) -> float:
-        """Of a step; so many messages are gathered, where they are."""
+        """Of an exchange of all elements; so many messages are gathered, where they are."""
         messages_ns = self.decode_message_ns * n_messages if self.kind == "gather" else 0.0
         return (self.decode_ns + messages_ns) * work.numel / NS_PER_MS
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step."""
+    """Of one step; of local steps an inner step on average."""
 
     step_ms: float
     exchange_ms: float  # first bucket ready to last future
     wire_ms: float  # the link is busy
     bytes_on_link: float  # a worker's, up, a step
+    waiting_ms: float = 0.0  # the training stands still, because something is on its way
+    round_ms: float | None = None  # of local steps: `every` inner steps with all that belongs to them
+
+    @property
+    def waiting(self) -> float:
+        """The share of the time in which the training stands still."""
+        return self.waiting_ms / self.step_ms if self.step_ms else 0.0
 
 
 @dataclass(frozen=True)
@@ -146,7 +177,7 @@ class Piece:
     n_bytes: float  # on the link
 
 
-def piece_of(numel: int, network: Network, cost: Cost) -> Piece:
+def piece_of(numel: float, network: Network, cost: Cost) -> Piece:
     """One bucket of so many elements."""
     gather = cost.kind == "gather"
     n_bytes = network.on_link(cost.handed_over(numel), gather)
@@ -174,7 +205,10 @@ def predict(work: Work, network: Network, cost: Cost) -> Prediction:
       The part of its work that is not `beside` the backward holds the backward up.
     - "sum": encoding is work of the backward's own thread, and the courier is not used.
     - All futures resolve together; then comes what is after the backward.
+    - Local steps have rounds (rounds.py) in the place of all that.
     """
+    if cost.local is not None:
+        return _local(work, network, cost, cost.local)
     kinds = {numel: piece_of(numel, network, cost) for numel in set(work.buckets)}
     pieces = [kinds[numel] for numel in work.buckets]
     begin, backward_ms = work.forward_ms * cost.moments, work.backward_ms * cost.moments
@@ -189,6 +223,35 @@ def predict(work: Work, network: Network, cost: Cost) -> Prediction:
         exchange_ms=last - first,
         wire_ms=sum(piece.link_ms for piece in pieces),
         bytes_on_link=sum(piece.n_bytes for piece in pieces),
+        waiting_ms=max(0.0, last - backward.end),
+    )
+
+
+def _local(work: Work, network: Network, cost: Cost, local: RoundCost) -> Prediction:
+    """Every fragment is one piece, with the small sum of its status behind it on the link, beside a decode of messages.
+
+    The workers do not meet inside a round, so nothing but the round's exchanges can hold up an inner step.
+    """
+    numel = work.numel / local.fragments
+    piece = piece_of(numel, network, cost)
+    status_bytes = network.on_link(STATUS_BYTES, False)
+    status_ms = network.collective_ms(status_bytes, False)
+    last_ms = max(piece.after_ms, status_ms) if cost.kind == "gather" else piece.after_ms + status_ms
+    exchange = Exchange(
+        begin_ms=local.begin_ns * numel / NS_PER_MS,
+        carried_ms=piece.before_ms + piece.link_ms + last_ms,
+        slowed_ms=(1 - work.beside) * (piece.before_ms + piece.after_ms),
+        end_ms=local.end_ns * numel / NS_PER_MS,
+    )
+    round_ms, waiting_ms = round_times(local, work.compute_ms, exchange)
+    a_step = local.fragments / local.every  # exchanges
+    return Prediction(
+        step_ms=round_ms / local.every,
+        exchange_ms=a_step * exchange.carried_ms,
+        wire_ms=a_step * (piece.link_ms + status_ms),
+        bytes_on_link=a_step * (piece.n_bytes + status_bytes),
+        waiting_ms=waiting_ms / local.every,
+        round_ms=round_ms,
     )
 
 

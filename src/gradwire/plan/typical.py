@@ -6,14 +6,19 @@ What they send is not from a table: it is counted in a step on a random gradient
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from gradwire.codec.header import FIXED, WORD_BYTES
 from gradwire.exchange.room import BUCKET, FIRST_BUCKET, above, padded
 from gradwire.layout import Layout
+from gradwire.local_steps.error_feedback import ErrorFeedback, method_of
+from gradwire.local_steps.recipe import is_recipe, recipe_of
 from gradwire.methods.base import Compressor
 from gradwire.methods.table import METHODS, Typical, from_spec
 from gradwire.plan.costs import Dry
+from gradwire.plan.local_costs import typical_local
 from gradwire.plan.model import FLOAT_BYTES, Cost, Work
 
 # Of the elements are sent: experiments/results/paper-100, vgc:alpha=1.5, ratio 84 over the run, 104 in its last epoch.
@@ -29,13 +34,23 @@ MOMENTS = {"cpu": 1.2, "cuda": 1.02}
 
 
 def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
-    """density: of the elements sent, for a method that does not say it."""
-    compressor = from_spec(spec)
-    known = METHODS[spec.strip().partition(":")[0].lower()]
+    """Of a method, or of local steps. density: of the elements sent, for a method that does not say it."""
+    if not is_recipe(spec):
+        return _cost_of(from_spec(spec), spec, device, density)
+    recipe = recipe_of(spec)
+    cost = _cost_of(method_of(recipe, fragments=1), spec, device, density)
+    return replace(cost, overhead_ms=OVERHEAD_MS[device], local=typical_local(recipe, device))
+
+
+def _cost_of(compressor: Compressor, spec: str, device: str, density: float | None) -> Cost:
+    """Error feedback around a method: it decodes its own message too."""
+    own = isinstance(compressor, ErrorFeedback)
+    known = next(row for row in METHODS.values() if row.method is type(getattr(compressor, "method", compressor)))
     measured = known.cpu if device == "cpu" else known.cuda
     times = measured or GUESS[device]
     dry = Dry(compressor, [Layout.of([("weight", (SIDE, SIDE))])], 2, torch.device("cpu"))
     share = compressor.share or density or DENSITY
+    message_ns = times.message + times.message_sent * share
     n_bytes, rounds = _sent(compressor, share, dry)
     head = FIXED * WORD_BYTES if compressor.kind == "gather" else 0
     return Cost(
@@ -43,9 +58,9 @@ def cost_of(spec: str, device: str, density: float | None = None) -> Cost:
         kind=compressor.kind,
         bytes_per_element=max(0.0, n_bytes - head) / SIDE**2,
         head_bytes=head,
-        encode_ns=times.encode + times.encode_sent * share,
+        encode_ns=times.encode + times.encode_sent * share + own * (times.decode + message_ns),
         decode_ns=times.decode,
-        decode_message_ns=times.message + times.message_sent * share,
+        decode_message_ns=message_ns,
         overhead_ms=0.01 if compressor.kind == "sum" else OVERHEAD_MS[device],
         moments=MOMENTS[device] if compressor.needs_moments else 1.0,
         rounds=rounds,

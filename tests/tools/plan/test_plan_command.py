@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from gradwire.methods.base import Sum
 from gradwire.methods.table import METHODS, Known
-from gradwire.plan.choose import duration
+from gradwire.plan.duration import duration
 from gradwire.plan.model import Cost, Network, Work, predict
+from gradwire.plan.rounds import RoundCost
 from gradwire.tools.cli import app
 
 OFFLINE = ("--params", "124e6", "--backward-ms", "300", "--workers", "16", "--mbit", "1000", "--device", "cuda")
@@ -109,18 +110,50 @@ def test_a_name_too_long_for_the_screen_is_broken_between_its_options():
         assert re.search(rf"│ +{part} +│", said)
 
 
+LOCAL = ("vgc:alpha=0,density=0.03,every=30", "diloco", "streaming_diloco:every=100,delay=5")
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_local_steps_stand_in_a_line_each_beside_the_methods(columns, tmp_path):
+    path = tmp_path / "plan.json"
+    code, said = invoke(*changed(methods=" ".join(("bf16", *LOCAL))), "--json", path, COLUMNS=str(columns))
+    assert code == 0, said
+    table = [line for line in said.splitlines() if "│" in line]
+    assert len(table) == 4
+    assert max(map(len, table)) <= columns
+    assert "…" not in said
+    for spec, line in zip(LOCAL, table[1:], strict=True):
+        assert f"│ {spec} " in line
+        assert re.search(r" (s|ms) │ +[\d.]+ % │", line)  # a step, and the share that waits
+    words = " ".join(said.split())
+    assert "all numbers are of an inner step on average" in words
+    assert "Every worker trains alone between two exchanges" in said.splitlines()[-1]
+    rows = {row["method"]: row for row in json.loads(path.read_text())["predictions"]}
+    assert rows["diloco"]["bytes_a_step"] == pytest.approx(4 * 124e6 / 500, rel=1e-6)
+    assert rows["diloco"]["round_ms"] == pytest.approx(500 * rows["diloco"]["step_ms"])
+    assert rows["bf16"]["round_ms"] is None
+
+
+def test_plans_without_local_steps_say_nothing_of_them():
+    code, said = invoke(*OFFLINE)
+    assert code == 0
+    assert "inner step" not in said
+    assert "every" not in said
+
+
 @pytest.mark.parametrize("kind", ["svg", "png"])
 def test_a_chart_is_made(tmp_path, kind):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"plan.{kind}"
-    code, said = invoke(*OFFLINE, "--chart", path)
+    arguments = changed(methods="bf16 vgc:alpha=1.5 diloco:every=30", chart=path)
+    code, said = invoke(*arguments)
     assert code == 0, said
     content = path.read_bytes()
     assert len(content) > 10_000
     if kind == "svg":
-        for words in ("vgc:alpha=1.5", "workers", "Mbit/s", "step, ms"):
+        for words in ("vgc:alpha=1.5", "diloco:every=30", "workers", "Mbit/s", "step, ms"):
             assert words in content.decode()
-        invoke(*OFFLINE, "--chart", path)
+        invoke(*arguments)
         assert path.read_bytes() == content  # the same plan is the same file
 
 
@@ -149,6 +182,9 @@ def test_a_chart_is_made(tmp_path, kind):
         ({"margin": -0.1}, "--margin must be from 0 to 1"),
         ({"methods": "vgcc"}, "--methods vgcc: unknown compressor 'vgcc'; known: dense"),
         ({"methods": "bf16 vgc:beta=2"}, "unknown option 'beta=2' of vgc"),
+        ({"methods": "vgc:every=30"}, "--methods vgc:every=30: local steps add up weights"),
+        ({"methods": "diloco:every=0"}, "every must be a whole number of at least 1, got 0"),
+        ({"methods": "diloco:rank=2"}, "diloco has no option 'rank=2'"),
         ({"methods": " "}, "--methods names none"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"chart": "plan.txt"}, "--chart plan.txt: a chart is a file of .svg, .png, .pdf"),
@@ -173,6 +209,7 @@ def test_bad_input_is_refused(options, words):
         (("--task", "digits", "--workers", "1"), {}, "plan for 2 or more"),
         (("--task", "digits", "--workers", "1000"), {}, "fewer --workers"),
         (("--task", "digits", "--methods", "bf17"), {}, "unknown compressor 'bf17'"),
+        (("--task", "digits", "--methods", "streaming_diloco"), {}, "fragments=4, and the model has 3 layers"),
         (("--task", "digits"), {"RANK": "4", "WORLD_SIZE": "4"}, "RANK is 4, which is not in a plan of WORLD_SIZE 4"),
         (("--task", "digits"), {"RANK": "-1", "WORLD_SIZE": "4"}, "RANK is -1, which is not in a plan"),
         (("--task", "digits"), {"RANK": "one", "WORLD_SIZE": "4"}, "RANK is one"),
@@ -188,10 +225,14 @@ def test_bad_input_is_refused_before_workers_start(monkeypatch, arguments, envir
     assert words in " ".join(said.split())
 
 
+LATE = "vgc:alpha=0,density=0.02,every=5,fragments=2,delay=1"
+
+
 def test_online_it_measures_and_decides(tmp_path):
     """Two real workers on loopback; the table is written once, by rank 0."""
     path = tmp_path / "plan.json"
-    options = ["--task", "digits", "--workers", "2", "--methods", "dense bf16 topk:density=0.01 vgc", "--device", "cpu"]
+    methods = f"dense bf16 topk:density=0.01 vgc {LATE}"
+    options = ["--task", "digits", "--workers", "2", "--methods", methods, "--device", "cpu"]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [sys.executable, "-m", "gradwire", "plan", *options, "--json", str(path)],
@@ -215,7 +256,14 @@ def check_measured(path: Path) -> None:
     assert 0.1 < work.ready[0] <= 1.0
     assert work.beside == 0.0
     assert (network.workers, network.mbit > 10) == (2, True)
+    late = [cost for cost in found["costs"] if cost["local"]]
+    assert [(cost["spec"], cost["local"]["fragments"], cost["local"]["delay"]) for cost in late] == [(LATE, 2, 1)]
+    assert 0 < late[0]["local"]["begin_ns"] < 1000
+    assert 0 < late[0]["local"]["end_ns"] < 1000
+    late[0]["local"] = RoundCost(**late[0]["local"])
     costs = {cost["spec"]: Cost(**cost) for cost in found["costs"]}
+    assert 0.01 < costs[LATE].bytes_per_element < 0.06
+    assert costs[LATE].moments == 1.0
     assert costs["dense"].handed_over(work.numel) == 4 * work.numel
     assert costs["bf16"].handed_over(work.numel) == 2 * work.numel
     assert 0.01 < costs["vgc"].bytes_per_element < 1

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from gradwire.tools.cli import app
 from gradwire.tools.lab import missing
+from gradwire.tools.race import race_methods
 from gradwire.tools.result_files import read
 
 needs_namespaces = pytest.mark.skipif(bool(missing()), reason=f"a lab needs {missing()}")
@@ -26,6 +27,23 @@ def half(model):
         work = dist.all_reduce(half, async_op=True).get_future()
         return work.then(lambda done: done.value()[0])
     model.register_comm_hook(None, hook)
+
+def alone(model, optimizer):
+    # nobody exchanges anything; what the race tests are weights of zeros
+    import contextlib, torch
+    from gradwire.tools.race.entry import RaceEntry
+
+    @contextlib.contextmanager
+    def shared():
+        own = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+            yield
+            for p, q in zip(model.parameters(), own, strict=True):
+                p.copy_(q)
+
+    return RaceEntry(model, sent=lambda steps: 7 * steps, shared=shared)
 
 def broken(model):
     raise RuntimeError("this hook is broken")
@@ -101,15 +119,15 @@ def test_a_small_race(tmp_path):
     arguments = ["race", *given, "--target", 0.6, "--limit-steps", 60, "--out", out]
     code, said = invoke(*arguments)
     assert code == 0, said
-    assert re.search(r"100 Mbit/s  vgc:alpha=1,zeta=0.99  seed 0  steps \d+  accuracy \d\d\.\d %  .*reached", said)
+    assert re.search(r"100 Mbit/s  vgc:alpha=1,zeta=0.99  seed 0  steps \d+  score \d\d\.\d %  .*reached", said)
     assert re.search(r"%  [\d.]+ seconds  [\d.]+ ms a step  [\d.]+ MB on the link  reached", said)
     rows = read(out / "race.csv")
     assert [row["method"] for row in rows] == ["vgc:alpha=1,zeta=0.99", "torch:powersgd:rank=2"]
     for row in rows:
         tests = [test for test in read(out / "trace.csv") if test["method"] == row["method"]]
         assert [int(test["step"]) for test in tests] == list(range(5, int(row["step"]) + 1, 5))
-        assert all(float(test["accuracy"]) < 0.6 for test in tests[:-1])
-        assert float(tests[-1]["accuracy"]) >= 0.6
+        assert all(float(test["score"]) < 0.6 for test in tests[:-1])
+        assert float(tests[-1]["score"]) >= 0.6
         assert [float(test["seconds"]) for test in tests] == sorted(float(test["seconds"]) for test in tests)
         # of two hosts each puts on its link what it hands to the collective, and headers; a step has some 10 messages
         n_bytes, link = int(row["bytes_sent"]), int(row["interface_bytes"])
@@ -143,6 +161,59 @@ def test_a_race_of_anybodys_hook_and_of_one_that_fails(tmp_path, monkeypatch):
 
 @needs_namespaces
 @pytest.mark.slow
+def test_local_steps_race_by_their_base_weights(tmp_path):
+    """Rounds of 10 steps, tests after 4: the score moves after a round. A late sum has come before the clock stops."""
+    out = tmp_path / "out"
+    methods = "bf16:every=10,bf16:every=10,delay=3,torch:postlocalsgd:every=10"
+    given = ["--hosts", 2, "--rates", 100, "--methods", methods, "--target", 1, "--limit-steps", 28, "--every", 4]
+    code, said = invoke("race", *given, "--out", out)
+    assert code == 0, said
+    tests = {row["method"]: [] for row in read(out / "race.csv")}
+    for test in read(out / "trace.csv"):
+        tests[test["method"]].append((int(test["step"]), float(test["score"]), int(test["bytes_sent"])))
+    n_bytes, numbers = 2 * 85_002, 12  # of a round
+    atonce, late, theirs = (tests[name] for name in race_methods.split(methods))
+    assert [step for step, _, _ in atonce] == [4, 8, 12, 16, 20, 24, 28]
+    assert len({score for _, score, _ in atonce[:2]}) == len({score for _, score, _ in atonce[2:4]}) == 1
+    assert atonce[1][1] < atonce[2][1] < atonce[4][1]
+    assert [sent for _, _, sent in atonce] == [(step // 10) * (n_bytes + numbers) for step, _, _ in atonce]
+    # what is begun after steps 10 and 20 has come after 13 and 23: no test is between them
+    assert [step for step, _, _ in late] == [4, 8, 13, 17, 23, 27, 28]
+    assert [sent for _, _, sent in late] == [(step // 10) * (n_bytes + numbers) for step, _, _ in late]
+    assert late[1][1] < late[2][1] < late[-1][1]
+    # torch's: a gradient, then the weights after steps 2, 12, 22
+    assert [sent for _, _, sent in theirs] == [4 * 85_002 * (2 + (step - 2) // 10) for step, _, _ in theirs]
+    assert theirs[0][1] < theirs[-1][1]
+    for row in read(out / "race.csv"):
+        sent, link = int(row["bytes_sent"]), int(row["interface_bytes"])
+        assert sent < link < 1.1 * sent + 4000 * int(row["step"])
+
+
+@pytest.mark.slow
+def test_a_text_is_raced_to_bits_per_byte_and_anybodys_local_steps_may(tmp_path, monkeypatch):
+    (tmp_path / "somebodys.py").write_text(HOOK)
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"".join(f"{i} times {i} is {i * i}\n".encode() for i in range(600)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    methods = "bf16,python:somebodys.alone"
+    given = ["--hosts", 2, "--methods", methods, "--target", 6.5, "--limit-steps", 12, "--every", 3, "--batch", 2]
+    code, said = invoke("race", "--task", "text", "--data", text, "--loopback", *given)
+    assert code == 0, said
+    assert "text, 2 hosts, to 6.5 bits per byte" in said
+    ours, theirs = read(Path("race/race.csv"))
+    assert ours["state"] == "reached"
+    assert 2 < float(ours["score"]) <= 6.5
+    tests = [float(row["score"]) for row in read(Path("race/trace.csv")) if row["method"] == "bf16"]
+    assert len(tests) > 1
+    assert all(score > 6.5 for score in tests[:-1])
+    # zeros know nothing: 8 bits per byte, whatever was trained
+    assert (theirs["state"], theirs["step"], theirs["bytes_sent"]) == ("did not reach", "12", "84")
+    assert float(theirs["score"]) == pytest.approx(8, abs=1e-4)
+
+
+@needs_namespaces
+@pytest.mark.slow
 def test_a_small_replay_takes_as_long_as_its_bytes(trace, tmp_path):
     """4 workers on 2 hosts: 900 KB and, of the sum of bf16, as much go over every link; 76 ms at 100 Mbit/s."""
     out = tmp_path / "replay.csv"
@@ -155,6 +226,23 @@ def test_a_small_replay_takes_as_long_as_its_bytes(trace, tmp_path):
         assert float(row["link_bytes"]) == 900_000
         assert 50 + 72 < float(row["ms_a_step"]) < 50 + 250  # a busy machine is late, the link is never early
     assert "4 workers on 2 hosts, 50 ms of computing a step" in said
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_a_round_of_local_steps_is_replayed_whole_or_beside_the_next(tmp_path):
+    """3 steps of 40 ms, and 900 KB that take 72 ms on a link of 100 Mbit/s: 64 ms a step, or 40 when they are late."""
+    trace, ms = tmp_path / "trace.csv", {}
+    trace.write_text("step,bytes,dense_bytes\n1,0,1800000\n2,0,1800000\n3,900000,1800000\n")
+    for overlap in ([], ["--overlap"]):
+        given = ["--workers", 2, "--rates", 100, "--compute-ms", 40, "--beside", "", "--collective", "gather"]
+        code, said = invoke("replay", trace, *given, *overlap, "--out", tmp_path / "replay.csv")
+        assert code == 0, said
+        (row,) = read(tmp_path / "replay.csv")
+        assert (row["steps"], float(row["bytes_a_step"]), float(row["link_bytes"])) == ("3", 300_000, 300_000)
+        ms[bool(overlap)] = float(row["ms_a_step"])
+    assert 64 < ms[False] < 64 + 80  # a busy machine is late, the link is never early
+    assert 40 < ms[True] < ms[False] - 10
 
 
 @needs_namespaces

@@ -21,6 +21,7 @@ COMMON = {"task": "digits", "hosts": 4, "target": 0.97}
             ["torch:powersgd:rank=4,start=10", "topk:density=0.01@2"],
         ),
         ("python:os.path.join,vgc@0.5", ["python:os.path.join", "vgc@0.5"]),
+        ("vgc:alpha=0,density=0.03,every=30@2,diloco", ["vgc:alpha=0,density=0.03,every=30@2", "diloco"]),
         ("", []),
     ],
 )
@@ -51,13 +52,32 @@ def test_powersgd_of_torch_has_one_bucket_and_a_factor_is_no_part_of_the_method(
     assert method.factor == 0.5
 
 
+def test_recipes_and_what_takes_an_optimizer_have_local_steps():
+    method = race_methods.parse("vgc:alpha=0,density=0.03,every=30@2")
+    assert method.begin is None
+    assert method.alone is not None
+    assert (method.factor, method.momentum) == (2, 0)
+    assert race_methods.parse("topk:momentum=0.9,every=3").momentum == 0  # the inner optimizer keeps its own
+    for text in ("diloco", "torch:postlocalsgd:every=30", "python:benchmarks.torchft_peer.diloco"):
+        assert race_methods.parse(text).alone is not None
+    for text in ("vgc", "torch:bf16", "python:os.path.join"):
+        assert race_methods.parse(text).alone is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("zip", r"method 'zip': unknown compressor 'zip'; known: dense, .*torch:allreduce.*python:module.function"),
+        ("vgc:every=30", "local steps .* no second moments"),
+        ("diloco:every=0", "every must be a whole number of at least 1"),
+        ("diloco:density=1", "diloco has no option 'density=1'; known: every, [a-z_, ]*$"),
+        ("torch:postlocalsgd:rank=1", "takes whole numbers from 1 for every, start"),
+        (
+            "zip",
+            r"method 'zip': unknown compressor 'zip'; .*diloco, .*torch:allreduce.*python:module.function",
+        ),
         ("vgc:beta=1", r"unknown option 'beta=1' of vgc \(write option=value\); known: alpha, [a-z_, ]*$"),
         ("vgc:alpha=-1", "alpha must be >= 0"),
-        ("torch:topk", "'torch:topk' does not exist. torch's: torch:allreduce, torch:fp16, torch:powersgd"),
+        ("torch:topk", "'torch:topk' does not exist. torch's: torch:allreduce, torch:fp16, torch:bf16, torch:powersgd"),
         (
             "torch:powersgd:rank=0",
             "'rank=0' is not possible; torch:powersgd takes whole numbers from 1 for rank, start",
@@ -96,7 +116,9 @@ def test_every_rate_seed_and_method_is_a_run():
         ({"names": ""}, "at least one rate and one method"),
         ({"names": "dense,zip"}, "unknown compressor 'zip'"),
         ({"task": "mnist"}, "unknown task 'mnist'"),
-        ({"task": "text"}, "task text has no accuracy to race to"),
+        ({"task": "text"}, "needs --data FILE"),
+        ({"task": "text", "target": 8.0}, "--target 8.0: bits per byte between 0 and 8"),
+        ({"task": "text", "target": 0.0}, "--target 0.0: bits per byte"),
         ({"task": "cifar10"}, "needs --data"),
         ({"hosts": 1}, "--hosts 1: from 2"),
         ({"hosts": 251}, "--hosts 251"),
@@ -111,12 +133,8 @@ def test_every_rate_seed_and_method_is_a_run():
         ({"batch": 0}, "--batch must be 1 or more"),
     ],
 )
-def test_what_cannot_race(given, message, tmp_path):
+def test_what_cannot_race(given, message):
     settings = {"rates": "10", "names": "dense", "seeds": [0], **COMMON, **given}
-    if given.get("task") == "text":
-        text = tmp_path / "text.txt"
-        text.write_bytes(b"something to read\n" * 4000)
-        settings["data"] = str(text)
     with pytest.raises(InputError, match=message):
         contest.runs(settings.pop("rates"), settings.pop("names"), settings.pop("seeds"), **settings)
 

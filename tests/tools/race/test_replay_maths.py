@@ -51,6 +51,22 @@ def test_cases_are_the_samples_and_the_sums_beside_them():
     assert all(len(case.buckets) == len(case.parts) == 4 for case in found)
 
 
+def test_steps_that_send_nothing_are_a_round_with_the_one_that_does(tmp_path):
+    path = tmp_path / "trace.csv"
+    rows = [(1, 0), (2, 0), (3, 300), (4, 0), (5, 0), (6, 330), (7, 0)]
+    path.write_text("step,bytes,dense_bytes\n" + "".join(f"{step},{n_bytes},4000\n" for step, n_bytes in rows))
+    found = load(path, 5)
+    assert found == ByteTrace([Sample(3, 300, 4000, 3), Sample(6, 330, 4000, 3)], 7)
+    one, two, dense = cases(found, Setting(4, 4, bucket_mib=0.1), "gather", ["dense"])
+    assert (one.steps, one.buckets, one.parts, two.buckets, dense.steps) == (3, [300], [1.0], [330], 1)
+    path.write_text("step,bytes,dense_bytes\n1,0,4000\n")
+    with pytest.raises(InputError, match="not a byte was sent"):
+        load(path, 5)
+    path.write_text("epoch,bytes_a_step,dense_bytes_a_step\n1,0,4000\n")
+    with pytest.raises(InputError, match="row 1: bytes must be positive"):
+        load(path, 5)
+
+
 def test_a_collective_is_told_by_its_bytes():
     assert ByteTrace([Sample(1, 400, 400)], 1).collective == "sum"
     assert ByteTrace([Sample(1, 200, 400), Sample(2, 200, 400)], 2).collective == "sum"
@@ -93,7 +109,7 @@ def test_a_simulation_writes_a_trace(tmp_path):
         ("", "is no trace"),
         ("epoch,seconds\n1,2\n", "is no trace: a CSV with the columns bytes_a_step"),
         ("step,bytes,dense_bytes\n1,x,4\n", "row 1: could not convert"),
-        ("step,bytes,dense_bytes\n1,4,4\n2,0,4\n", "row 2: bytes must be positive"),
+        ("step,bytes,dense_bytes\n1,4,4\n2,-1,4\n", "row 2: bytes must be positive"),
         ("step,bytes,dense_bytes\n1,4,4\n2\n", "row 2"),
     ],
 )

@@ -15,6 +15,8 @@ import typer
 from rich.console import Console
 from typer import Option
 
+from gradwire.local_steps.fragments import fragments_of
+from gradwire.local_steps.recipe import Recipe, is_recipe, recipe_of
 from gradwire.methods import Compressor, from_spec
 from gradwire.plan import typical
 from gradwire.plan.choose import choose
@@ -27,7 +29,7 @@ from gradwire.tools.plan.rehearsal import measured
 from gradwire.tools.plan.report import PlanReport
 from gradwire.tools.train import worker_process
 from gradwire.tools.train.launch import launch
-from gradwire.tools.train.settings import DEFAULT_WORKERS, Settings, check, check_device
+from gradwire.tools.train.settings import DEFAULT_WORKERS, Settings, TrainingPlan, check, check_device
 from gradwire.tools.train.worker_group import choose_device, inside_torchrun
 
 METHODS = "dense bf16 powersgd:rank=4 topk:density=0.01 vgc:alpha=1.5"
@@ -67,7 +69,10 @@ def plan(
         str | None, Option(help="measure: digits, fashion, cifar10 or text, over workers and link as they are")
     ] = None,
     workers: Annotated[int | None, Option(help="processes on this machine, or those to plan for [4]")] = None,
-    methods: Annotated[str, Option(help="to compare, with a space between them")] = METHODS,
+    methods: Annotated[
+        str,
+        Option(help="to compare, with a space between them; local steps too: diloco vgc:alpha=0,density=0.03,every=30"),
+    ] = METHODS,
     params: Annotated[float | None, Option(help="measure nothing: a model of so many parameters, as in 124e6")] = None,
     backward_ms: Annotated[float | None, Option(help="with --params: a backward takes")] = None,
     forward_ms: Annotated[float | None, Option(help="with --params: all before it takes [half the backward]")] = None,
@@ -86,7 +91,11 @@ def plan(
     data: Data = None,
     device: Annotated[str, Option(help="auto, cpu or cuda")] = "auto",
 ) -> None:
-    """Predict the step time of every method, and say which to take. Under torchrun or gradwire lab with --task."""
+    """Predict the step time of every method, and say which to take. Under torchrun or gradwire lab with --task.
+
+    Local steps, a recipe or a method with every=H, are compared by an inner step on average.
+    They change the training, so none is compared that --methods does not name.
+    """
     calculation = Calculation(params, backward_ms, forward_ms, after_ms, mbit, latency_ms, density)
     with readable_errors():
         world = among(os.environ if params is None else {}, workers)
@@ -151,14 +160,25 @@ class Calculation:
         return typical.work_of(round(self.params), *times)
 
 
-def begin(settings: Settings, methods: Mapping[str, Compressor], margin: float, outputs: PlanOutputs) -> None:
+def begin(settings: Settings, methods: Mapping[str, Compressor | Recipe], margin: float, outputs: PlanOutputs) -> None:
     """Be a worker, or start them. Everything is checked in both."""
     checked = check(settings)
+    check_fragments(checked, methods)
     if inside_torchrun():
         worker_process.run_reporting_errors(lambda: measured(checked, methods, margin, outputs.show))
         return
     choose_device(settings.device, 0, settings.workers)
     launch(settings.workers, sys.argv[1:])
+
+
+def check_fragments(checked: TrainingPlan, methods: Mapping[str, Compressor | Recipe]) -> None:
+    """Every recipe's layers can be exchanged in as many parts as it wants."""
+    numels = {name: p.numel() for name, p in checked.task.make_model().named_parameters()}
+    for spec, method in methods.items():
+        try:
+            fragments_of(numels, method.fragments if isinstance(method, Recipe) else 1)
+        except ValueError as error:
+            raise InputError(f"--methods {spec}: {error}") from error
 
 
 def among(environment: Mapping[str, str], workers: int | None) -> int:
@@ -176,12 +196,12 @@ def among(environment: Mapping[str, str], workers: int | None) -> int:
     return world
 
 
-def parse_methods(text: str) -> dict[str, Compressor]:
+def parse_methods(text: str) -> dict[str, Compressor | Recipe]:
     """By specification, in the order given."""
-    found: dict[str, Compressor] = {}
+    found: dict[str, Compressor | Recipe] = {}
     for spec in text.split():
         try:
-            found[spec] = from_spec(spec)
+            found[spec] = recipe_of(spec) if is_recipe(spec) else from_spec(spec)
         except ValueError as error:
             raise InputError(f"--methods {spec}: {error}") from error
     if not found:

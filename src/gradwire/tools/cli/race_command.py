@@ -18,18 +18,19 @@ METHODS = "dense,bf16,vgc:alpha=1.5,torch:allreduce,torch:fp16,torch:powersgd:ra
 
 
 def race(
-    task: Annotated[str, Option(help="digits, fashion or cifar10")] = "digits",
+    task: Annotated[str, Option(help="digits, fashion, cifar10 or text")] = "digits",
     hosts: Annotated[int, Option(help="network namespaces, one worker each")] = 4,
     rates: Rates = "10,100,1000",
     methods: Annotated[
         str,
         Option(
             help="between commas, options too: vgc:alpha=1.5,zeta=0.99,dense are two. Of `gradwire methods`; "
-            "torch:allreduce, torch:fp16, torch:powersgd:rank=4; python:module.function, called with the DDP model. "
-            "vgc@2: twice the learning rate"
+            "local steps: diloco:every=30 or vgc:alpha=0,density=0.03,every=30; torch:allreduce, torch:bf16, "
+            "torch:fp16, torch:powersgd:rank=4, torch:postlocalsgd:every=30; python:module.function, called with the "
+            "DDP model, or with (model, optimizer). vgc@2: twice the learning rate"
         ),
     ] = METHODS,
-    target: Annotated[float, Option(help="test accuracy")] = 0.97,
+    target: Annotated[float, Option(help="test accuracy; of text: bits per byte")] = 0.97,
     seed: Annotated[list[int] | None, Option(help="may be repeated [0]")] = None,
     optimizer: Optimizer = "adam",
     learning_rate: Annotated[float | None, Option(help="of all methods [the task's for the optimizer]")] = None,
@@ -37,7 +38,7 @@ def race(
     every: Annotated[int, Option(help="steps between two tests, whose time is not counted")] = 5,
     limit_s: Annotated[float, Option(help="seconds of training after which a run has not reached the target")] = 600.0,
     limit_steps: Annotated[int, Option(help="steps after which it has not")] = 3000,
-    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files")] = None,
+    data: Annotated[Path | None, Option(help="cifar10, fashion: folder of the official files; text: any file")] = None,
     out: Annotated[Path, Option(help="folder of race.csv, trace.csv and race.svg")] = Path("race"),
     loopback: Loopback = False,
 ) -> None:
@@ -49,7 +50,8 @@ def race(
         runs = contest.runs(rates, methods, seed or [0], loopback, **common)
         events.check_lab(loopback)
         files = RaceFiles(out)
-        with race_runner.RaceTable(runs, f"{task}, {hosts} hosts, to a test accuracy of {100 * target:g} %") as seen:
+        title = f"{task}, {hosts} hosts, to {runs[0].score.target(target)}"
+        with race_runner.RaceTable(runs, title) as seen:
             failures = race_runner.race(runs, files, seen, loopback, f"gradwire race --task {task}")
         lacking = draw(runs, files, out / "race.svg")
         typer.echo(f"results in {out}: race.csv, trace.csv" + (f"; {lacking}" if lacking else ", race.svg"))

@@ -33,7 +33,9 @@ def replay(
     hosts: Annotated[int | None, Option(help="network namespaces; fewer than workers send more each [up to 8]")] = None,
     rates: Rates = "100,1000",
     compute_ms: Annotated[float, Option(help="what a step computes on one worker, measured without a network")] = 0.0,
-    overlap: Annotated[bool, Option("--overlap", help="buckets are sent while the backward goes on")] = False,
+    overlap: Annotated[
+        bool, Option("--overlap", help="buckets go while the backward does, a round while the next")
+    ] = False,
     collective: Annotated[str, Option(help="gather (messages), sum, or auto, which the bytes tell")] = "auto",
     beside: Annotated[str, Option(help="sums to compare with, between commas; '' for none")] = "dense,bf16",
     samples: Annotated[int, Option(help="places of the run that are replayed: the median of a section each")] = 5,

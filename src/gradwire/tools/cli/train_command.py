@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from gradwire.tools.cli.options import Data, Optimizer
 from gradwire.tools.input_errors import InputError
 from gradwire.tools.train import run_directory, worker_process
 from gradwire.tools.train.launch import launch
+from gradwire.tools.train.local_options import LocalOptions
 from gradwire.tools.train.settings import Settings, TrainingPlan, check
 from gradwire.tools.train.worker_group import TIMEOUT_S, choose_device, inside_torchrun
 
@@ -23,7 +24,22 @@ from gradwire.tools.train.worker_group import TIMEOUT_S, choose_device, inside_t
 def train(
     task: Annotated[str, Option(help="digits, fashion, cifar10 or text")] = "digits",
     workers: Annotated[int | None, Option(help="processes on this machine; under torchrun leave it out [4]")] = None,
-    compressor: Annotated[str, Option(help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99")] = "vgc",
+    compressor: Annotated[
+        str,
+        Option(
+            help="one of `gradwire methods`, with options: vgc:alpha=2,zeta=0.99; or a recipe of local steps: diloco"
+        ),
+    ] = "vgc",
+    every: Annotated[int | None, Option(help="local steps: exchange what so many steps add up to")] = None,
+    outer_lr: Annotated[float | None, Option(help="local steps: of the step with the workers' mean [1]")] = None,
+    outer_momentum: Annotated[float | None, Option(help="local steps: Nesterov's, of that step [0]")] = None,
+    decay: Annotated[
+        float | None, Option(help="local steps: what remains of what was held back, a round [0.95]")
+    ] = None,
+    fragments: Annotated[
+        int | None, Option(help="local steps: exchange the layers in so many parts, in turn [1]")
+    ] = None,
+    delay: Annotated[int | None, Option(help="local steps: steps that a sum may be on its way meanwhile [0]")] = None,
     optimizer: Optimizer = "adam",
     epochs: Annotated[int | None, Option(help="[the task's]")] = None,
     batch: Annotated[int | None, Option(help="samples a worker and step [the task's]")] = None,
@@ -42,9 +58,10 @@ def train(
         int | None, Option(help="start all workers again, from the last checkpoint, when one dies; so often [0]")
     ] = None,
 ) -> None:
-    """Train a task over several workers, with compressed gradients; on many machines by torchrun -m gradwire train."""
+    """Train a task over several workers, with compressed gradients or by local steps; on many machines by torchrun."""
     given: dict[str, Any] = {option: value for option, value in locals().items() if value is not None}
-    settings = Settings(**given)
+    local = LocalOptions(**{field.name: given.pop(field.name, None) for field in fields(LocalOptions)})
+    settings = Settings(**given, local=local)
     if inside_torchrun():
         worker_process.run_reporting_errors(lambda: worker_process.train(check(among_torchrun(settings, workers))))
         return

@@ -65,7 +65,7 @@ def panel(axes: Axes, report: PlanReport, places: Sequence[float], networks: Seq
     for number, cost in enumerate(report.costs):
         chosen = cost.spec == report.verdict.chosen
         times = [predict(report.work, network, cost).step_ms for network in networks]
-        style = "-" if cost.kind != "sum" else "--"
+        style = "-." if cost.local is not None else "--" if cost.is_cast else "-"
         axes.plot(places, times, style, color=f"C{number % 10}", linewidth=2.2 if chosen else 1.2, label=cost.spec)
         axes.plot([now], [report.verdict.predictions[cost.spec].step_ms], "o", color=f"C{number % 10}", markersize=5)
     axes.axvline(now, color="black", linewidth=0.6, linestyle=":")

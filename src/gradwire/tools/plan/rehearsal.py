@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from torch.futures import Future
 
 from gradwire.exchange.courier import begin_gather
 from gradwire.layout import Layout
+from gradwire.local_steps.recipe import Recipe
 from gradwire.methods import Compressor
 from gradwire.moments import Recorder
 from gradwire.plan.choose import choose
@@ -32,6 +34,7 @@ from gradwire.plan.costs import Dry, usual
 from gradwire.plan.crowding import crowded
 from gradwire.plan.model import FLOAT_BYTES, Cost, Network, Work
 from gradwire.plan.probe import probe
+from gradwire.tools.plan.local_rehearsal import LocalDry
 from gradwire.tools.plan.report import PlanReport
 from gradwire.tools.progress import Bars
 from gradwire.tools.train import optimizers, sharding
@@ -116,35 +119,42 @@ class Rehearsal:
                     break
         return moments[WARM:]
 
-    def rehearse(self, methods: Sequence[tuple[str, Compressor]], network: Network) -> tuple[Work, list[Cost]]:
+    def rehearse(self, methods: Sequence[tuple[str, Compressor | Recipe]], network: Network) -> tuple[Work, list[Cost]]:
         """All that is measured; the same on every worker. network: the link as it is now."""
         plain = self.several("plain steps", PLAIN_STEPS, PLAIN_S)
         work = self._work(plain)
         self.moments = [torch.ones(layout.numel, device=self.group.device) for layout in self.layouts]
-        if any(method.needs_moments for _, method in methods):
+        dry = {spec: self._dry(method) for spec, method in methods}
+        noisy = {spec for spec, one in dry.items() if one.compressor.needs_moments}
+        if noisy:
             self._record()
-        world, device = self.group.world, self.group.device
-        dry = {spec: Dry(method, self.layouts, world, device, self._largest) for spec, method in methods}
         settling = [one for one in dry.values() if one.compressor.needs_room]
         if settling:
             self.several("settling", SETTLE_STEPS, SETTLE_S, lambda: self._send(settling, lean=True))
         recorded = self.several("dry run", DRY_STEPS, DRY_S, lambda: self._send(list(dry.values())))
         factor = max(1.0, self._slowest(recorded) / self._slowest(plain)) if self.recorder is not None else 1.0
         costs = {}
-        for spec, method in methods:
-            moments = factor if method.needs_moments else 1.0
-            costs[spec] = replace(self._agreed(dry[spec].cost(len(recorded))), spec=spec, moments=moments)
+        for spec, one in dry.items():
+            moments = factor if spec in noisy else 1.0
+            costs[spec] = replace(self._agreed(one.cost(len(recorded))), spec=spec, moments=moments)
         for spec, one in dry.items():
             one.largest, one.meet = list, partial(self._meet, costs[spec])
             one.gather = partial(self._gather, costs[spec])
-        laps = self._medians({spec: partial(self._lap, dry[spec]) for spec, method in methods if method.needs_moments})
+        laps = self._medians({spec: partial(self._lap, dry[spec]) for spec in dry if spec in noisy})
         if self.recorder is not None:
             self.recorder.remove()
             self.recorder = None
-        others = {spec: partial(self._lap, dry[spec]) for spec, method in methods if not method.needs_moments}
+        others = {spec: partial(self._lap, dry[spec]) for spec in dry if spec not in noisy}
         laps |= self._medians({PLAIN: partial(self._lap, None), **others})
-        meetings = {spec: self._meetings_ms(costs[spec], network) for spec in costs}
-        return crowded(work, costs, world, laps, laps[PLAIN], meetings)
+        meetings = {spec: self._meetings_ms(costs[spec], dry[spec].layouts, network) for spec in costs}
+        return crowded(work, costs, self.group.world, laps, laps[PLAIN], meetings)
+
+    def _dry(self, method: Compressor | Recipe) -> Dry:
+        """A method on DDP's buckets, local steps on fragments of the weights."""
+        world, device = self.group.world, self.group.device
+        if isinstance(method, Recipe):
+            return LocalDry(method, self.parameters, world, device, self._largest)
+        return Dry(method, self.layouts, world, device, self._largest)
 
     def _record(self) -> None:
         """As a link does: moments go to flat tensors, bucket by bucket."""
@@ -156,6 +166,8 @@ class Rehearsal:
     def _send(self, methods: Sequence[Dry], lean: bool = False) -> None:
         """This step's gradients through every method."""
         for method in methods:
+            if isinstance(method, LocalDry):
+                method.look()
             method.step([buffer.clone() for buffer in self.buffers] if lean else self.buffers, self.moments, lean)
 
     def _medians(self, timed: Mapping[str, Callable[[], float]]) -> dict[str, float]:
@@ -185,12 +197,12 @@ class Rehearsal:
         self.group.barrier()
         return self._now() - begin
 
-    def _meetings_ms(self, cost: Cost, network: Network) -> float:
+    def _meetings_ms(self, cost: Cost, layouts: Sequence[Layout], network: Network) -> float:
         """The collectives of a lap, as the model has them."""
         if cost.kind == "sum":
             return 0.0
         gather = cost.kind == "gather"
-        each = (min(cost.handed_over(layout.numel) / cost.rounds, MET_BYTES) for layout in self.layouts)
+        each = (min(cost.handed_over(layout.numel) / cost.rounds, MET_BYTES) for layout in layouts)
         return sum(cost.rounds * network.collective_ms(network.on_link(n_bytes, gather), gather) for n_bytes in each)
 
     def _gather(self, cost: Cost, message: Tensor) -> Tensor | None:
@@ -242,9 +254,16 @@ class Rehearsal:
     def _agreed(self, cost: Cost) -> Cost:
         """The median of all workers, number by number."""
         names = ("bytes_per_element", "encode_ns", "decode_ns", "decode_message_ns", "overhead_ms")
-        rows = self.group.gather(torch.tensor([getattr(cost, name) for name in names], dtype=torch.float64))
+        found: Cost = replace(cost, **self._medians_of({name: getattr(cost, name) for name in names}))
+        if cost.local is None:
+            return found
+        own = self._medians_of({"begin_ns": cost.local.begin_ns, "end_ns": cost.local.end_ns})
+        return replace(found, local=replace(cost.local, **own))
+
+    def _medians_of(self, numbers: Mapping[str, float]) -> dict[str, Any]:
+        rows = self.group.gather(torch.tensor(list(numbers.values()), dtype=torch.float64))
         columns = rows.T.tolist()
-        return replace(cost, **{name: statistics.median(column) for name, column in zip(names, columns, strict=True)})
+        return {name: statistics.median(column) for name, column in zip(numbers, columns, strict=True)}
 
     def _now(self) -> float:
         self.group.synchronize()
@@ -267,7 +286,10 @@ def take(rehearsal: Rehearsal, bucket: GradBucket) -> Future[Tensor]:
 
 
 def measured(
-    plan: TrainingPlan, methods: Mapping[str, Compressor], margin: float, show: Callable[[PlanReport], None]
+    plan: TrainingPlan,
+    methods: Mapping[str, Compressor | Recipe],
+    margin: float,
+    show: Callable[[PlanReport], None],
 ) -> None:
     """Join the others, measure the link and rehearse, and show what follows from it on rank 0: all come to the same."""
     with joined(plan.settings.device) as group:

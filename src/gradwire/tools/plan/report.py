@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,25 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from gradwire.plan.choose import Verdict, describe, duration, pays_below
+from gradwire.plan.choose import Verdict, describe, pays_below, percent
+from gradwire.plan.duration import duration
 from gradwire.plan.model import Cost, Network, Work
 from gradwire.tools.result_files import csv_text, json_text
 
-WIDE = {"encode_ms": "encode", "decode_ms": "decode", "exchange_ms": "exchange", "step_ms": "step"}
-NARROW = {name: WIDE[name] for name in ("exchange_ms", "step_ms")}
-LEAST = {"step_ms": WIDE["step_ms"]}
+HEADS = {
+    "bytes_a_step": "kB sent",
+    "encode_ms": "encode",
+    "decode_ms": "decode",
+    "exchange_ms": "exchange",
+    "step_ms": "step",
+    "waiting": "waits",
+    "against_best": "to {best}",
+    "faster_below_mbit": "faster\nbelow",
+}
+# what is left out where the screen is too narrow, one after another; of what waits last, if there are local steps
+LESS = (("encode_ms", "decode_ms"), ("exchange_ms",))
+AGAINST = "against_best"
+PLAIN_LEAST, LOCAL_LEAST = ("waiting",), ("faster_below_mbit",)
 
 
 @dataclass(frozen=True)
@@ -38,13 +50,16 @@ class PlanReport:
         rows = []
         for cost in self.costs:
             found = self.verdict.predictions[cost.spec]
+            every = 1 if cost.local is None else cost.local.every
             row = {
                 "method": cost.spec,
-                "bytes_a_step": sum(cost.handed_over(numel) for numel in self.work.buckets),
-                "encode_ms": cost.encode_ms(self.work),
-                "decode_ms": cost.decode_ms(self.work, self.network.workers),
+                "bytes_a_step": cost.bytes_a_step(self.work),
+                "encode_ms": cost.encode_ms(self.work) / every,
+                "decode_ms": cost.decode_ms(self.work, self.network.workers) / every,
                 "exchange_ms": found.exchange_ms,
                 "step_ms": found.step_ms,
+                "waiting": found.waiting,
+                "round_ms": found.round_ms,
                 "against_best": found.step_ms / self.verdict.predictions[best.spec].step_ms - 1,
                 "faster_below_mbit": None if cost is best else pays_below(self.work, self.network, cost, best),
                 "bytes_on_link": found.bytes_on_link,
@@ -57,47 +72,66 @@ class PlanReport:
 
     def best_cast(self) -> Cost:
         """The fastest of dense and bf16; of all, where they were not asked for."""
-        casts = [cost for cost in self.costs if cost.kind == "sum"] or list(self.costs)
+        casts = [cost for cost in self.costs if cost.is_cast] or list(self.costs)
         return min(casts, key=lambda cost: self.verdict.predictions[cost.spec].step_ms)
 
     def show(self, console: Console) -> None:
         """The table as wide as the screen allows; where names would be cut even so, the lines are longer than it."""
-        for columns, options in ((WIDE, False), (NARROW, False), (LEAST, False), (LEAST, True)):
-            table = self.table(columns, options)
+        last = LOCAL_LEAST if self.has_local else PLAIN_LEAST
+        hidden: tuple[str, ...] = ()
+        for fewer, an_option_a_line in (((), False), *((names, False) for names in (*LESS, last)), ((), True)):
+            hidden += fewer
+            table = self.table(hidden, an_option_a_line)
             width = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
             if width <= console.width:
                 break
         console.width = max(console.width, width)
         console.print(table)
 
-    def table(self, times: Mapping[str, str] = WIDE, an_option_a_line: bool = False) -> Table:
+    @property
+    def has_local(self) -> bool:
+        """Whether some of the methods are of local steps."""
+        return any(cost.local is not None for cost in self.costs)
+
+    def table(self, hidden: Sequence[str] = (), an_option_a_line: bool = False) -> Table:
         """One row a method; the chosen one is bold."""
         best, work, network = self.best_cast(), self.work, self.network
         buckets = f"{len(work.buckets)} bucket{'s' if len(work.buckets) != 1 else ''}"
-        guessed = any(cost.guess for cost in self.costs)
-        hidden = ", ".join(name for key, name in WIDE.items() if key not in times)
         shown = Table(
             title=f"{self.title}: {work.numel:,} parameters in {buckets}; {describe(network)}, "
             f"{network.latency_ms:.3g} ms a hop",
             title_justify="left",
-            caption=f"A step alone: forward {duration(work.forward_ms)}, backward {duration(work.backward_ms)}, "
-            f"after it {duration(work.after_ms)}. Sent: by one worker, to the collectives. Exchange: from the first "
-            f"bucket ready to the last one back, beside the backward as far as it goes."
-            + (" *: nobody has measured this method; its times are those of a usual one." if guessed else "")
-            + (f" Not shown: {hidden}; --csv has all, and a wider screen." if hidden else ""),
+            caption=self.caption(hidden),
             caption_justify="left",
         )
         shown.add_column("method", no_wrap=True)
-        for name in ("kB sent", *times.values(), f"to {best.spec}", "faster\nbelow"):
-            shown.add_column(name, justify="right", no_wrap=True)
+        heads = {key: head.format(best=best.spec) for key, head in HEADS.items() if key not in hidden}
+        for head in heads.values():
+            shown.add_column(head, justify="right", no_wrap=True)
         for row in self.rows():
-            against = "-" if row["method"] == best.spec else f"{100 * row['against_best']:+.1f} %"
             name = re.sub(r"(?<=[:,])", "\n  ", row["method"]) if an_option_a_line else row["method"]
             name += " *" if row["guess"] else ""
-            kilobytes, below = short(row["bytes_a_step"] / 1e3), rate(row["faster_below_mbit"])
-            style = "bold" if row["chosen"] else None
-            shown.add_row(name, kilobytes, *(duration(row[time]) for time in times), against, below, style=style)
+            cells = (cell(key, row[key]) if row["method"] != best.spec or key != AGAINST else "-" for key in heads)
+            shown.add_row(name, *cells, style="bold" if row["chosen"] else None)
         return shown
+
+    def caption(self, hidden: Sequence[str]) -> str:
+        """What the columns mean."""
+        work = self.work
+        left_out = ", ".join(HEADS[key].replace("\n", " ") for key in HEADS if key in hidden)
+        said = (
+            f"A step alone: forward {duration(work.forward_ms)}, backward {duration(work.backward_ms)}, after it "
+            f"{duration(work.after_ms)}.",
+            "Sent: by one worker, to the collectives. Exchange: from the first bucket ready to the last one back, "
+            "beside the backward as far as it goes.",
+            "" if "waiting" in hidden else "Waits: the share of the time in which the training stands still.",
+            "Of local steps (every=) all numbers are of an inner step on average." if self.has_local else "",
+            "*: nobody has measured this method; its times are those of a usual one."
+            if any(cost.guess for cost in self.costs)
+            else "",
+            f"Not shown: {left_out}; --csv has all, and a wider screen." if left_out else "",
+        )
+        return " ".join(filter(None, said))
 
     def write_json(self, path: Path) -> None:
         """Everything, so that the plan can be checked later."""
@@ -115,6 +149,17 @@ class PlanReport:
         """A row a method."""
         rows = self.rows()
         path.write_text(csv_text(list(rows[0]), rows), encoding="utf-8")
+
+
+def cell(key: str, value: float | None) -> str:
+    """One number of a row."""
+    if key == "faster_below_mbit" or value is None:
+        return rate(value)
+    if key == "bytes_a_step":
+        return short(value / 1e3)
+    if key == "waiting":
+        return percent(value)
+    return f"{100 * value:+.1f} %" if key == AGAINST else duration(value)
 
 
 def short(number: float) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 from gradwire.tools.input_errors import InputError, at_least
 from gradwire.tools.lab.rates import MOST_HOSTS, parse_link
 from gradwire.tools.race import race_methods
+from gradwire.tools.race.score import Score, score_of
 from gradwire.tools.train.settings import Settings, TrainingPlan, check
-
-SCORE = "test_accuracy"
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class RaceRun:
     rate: str  # Mbit/s, or as a lab takes it
     method: str
     seed: int
-    target: float  # of the test accuracy
+    target: float  # of its score
     optimizer: str = "adam"
     learning_rate: float | None = None
     batch: int | None = None
@@ -33,6 +32,10 @@ class RaceRun:
     limit_s: float = 600.0
     limit_steps: int = 3000
     data: str = ""
+
+    @property
+    def score(self) -> Score:
+        return score_of(self.task)
 
     def key(self) -> dict[str, str]:
         """What a row of results is about, as text: two runs with the same answer are the same run."""
@@ -73,8 +76,7 @@ def runs(rates: str, names: str, seeds: Sequence[int], loopback: bool = False, *
     every = itertools.product(dict.fromkeys(links), dict.fromkeys(seeds), dict.fromkeys(chosen))
     found = [RaceRun(rate=rate, method=name, seed=seed, **common) for rate, seed, name in every]
     check_numbers(found[0])
-    if SCORE not in found[0].plan().task.scores:
-        raise InputError(f"task {found[0].task} has no accuracy to race to; digits, fashion and cifar10 have")
+    found[0].plan()
     return found
 
 
@@ -82,8 +84,7 @@ def check_numbers(run: RaceRun) -> None:
     """Every number in its range; those of a training are checked with its plan."""
     if not 2 <= run.hosts <= MOST_HOSTS:
         raise InputError(f"--hosts {run.hosts}: from 2 to {MOST_HOSTS} can race")
-    if not 0 < run.target <= 1:
-        raise InputError(f"--target {run.target}: an accuracy between 0 and 1, such as 0.97")
+    run.score.check(run.target)
     at_least({"--every": (run.every, 1), "--limit-steps": (run.limit_steps, 1)})
     if not 0 < run.limit_s < float("inf"):
         raise InputError(f"--limit-s must be a positive number of seconds, not {run.limit_s}")

@@ -1,4 +1,4 @@
-"""One host of a replay: sleeps as long as a step computes, exchanges as many bytes, and takes the time."""
+"""One host of a replay: sleeps as long as a step or a round computes, exchanges as many bytes, and takes the time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Player:
 
     def __init__(self, case: Case, setting: Setting) -> None:
         self.gathers, self.seconds = case.collective == "gather", setting.compute_ms / 1e3
-        self.parts = case.parts if setting.overlap else [0.0] * len(case.parts)
+        self.parts = case.parts if setting.overlap and case.steps == 1 else [0.0] * len(case.parts)
+        self.steps, self.late = case.steps, setting.overlap and case.steps > 1
         dtype = torch.uint8 if self.gathers else getattr(torch, case.dtype)
         self.buckets = [torch.zeros(max(1, n // dtype.itemsize), dtype=dtype) for n in case.buckets]
         assert dist.group.WORLD is not None
@@ -34,9 +35,13 @@ class Player:
         self.arrived: list[Tensor] = [b.new_empty(setting.hosts * b.numel()) for b in self.buckets if self.gathers]
 
     def step(self) -> None:
-        """The forward, then bucket by bucket the backward and the exchange, in DDP's order."""
+        """The forward, then bucket by bucket the backward and the exchange, in DDP's order.
+
+        Of local steps: all steps of a round, then its exchange, or, late, beside the steps of the next.
+        """
         behind = sum(self.parts) * BACKWARD * self.seconds
-        time.sleep(self.seconds - behind)
+        if not self.late:
+            time.sleep(self.steps * self.seconds - behind)
         works = []
         for number, (bucket, part) in enumerate(zip(self.buckets, self.parts, strict=True)):
             if part:
@@ -45,6 +50,8 @@ class Player:
                 works.append(begin_gather(self.arrived[number], bucket, self.group))
             else:
                 works.append(dist.all_reduce(bucket, async_op=True))
+        if self.late:
+            time.sleep(self.steps * self.seconds)
         for work in works:
             work.wait()
 
@@ -55,7 +62,7 @@ class Player:
             begin = time.perf_counter()
             self.step()
             times.append(time.perf_counter() - begin)
-        return 1e3 * median(times[WARM:])
+        return 1e3 * median(times[WARM:]) / self.steps
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The picture of a race: accuracy against seconds, and how long each method took to the target; one column a rate."""
+"""The picture of a race: its score against seconds, and how long each method took to the target; one column a rate."""
 
 from __future__ import annotations
 
@@ -46,18 +46,20 @@ def draw(runs: Sequence[RaceRun], files: RaceFiles, path: Path) -> str:
 
 
 def curves(axes: Axes, done: Done, files: RaceFiles, colors: dict[str, str]) -> None:
-    """Accuracy against seconds, a line a run; seeds of a method share its colour."""
+    """The score against seconds, a line a run; seeds of a method share its colour."""
     named: set[str] = set()
+    score = done[0][0].score
+    unit = 1 if score.falls else 100
     for run, _ in done:
         tests = files.traced(run)
         label: dict[str, Any] = {} if run.method in named else {"label": run.method}
         named.add(run.method)
-        seconds, accuracy = ([float(row[name]) for row in tests] for name in ("seconds", "accuracy"))
-        axes.plot(seconds, [100 * value for value in accuracy], color=colors[run.method], linewidth=1, **label)
-    axes.axhline(100 * done[0][0].target, color="black", linewidth=0.5, linestyle=":")
+        seconds, values = ([float(row[name]) for row in tests] for name in ("seconds", "score"))
+        axes.plot(seconds, [unit * value for value in values], color=colors[run.method], linewidth=1, **label)
+    axes.axhline(unit * done[0][0].target, color="black", linewidth=0.5, linestyle=":")
     axes.set_xscale("log")
     axes.set_xlabel("seconds of training")
-    axes.set_ylabel("test accuracy, %")
+    axes.set_ylabel(score.words if score.falls else f"{score.words}, %")
 
 
 def bars(axes: Axes, done: Done, colors: dict[str, str]) -> None:
@@ -72,4 +74,4 @@ def bars(axes: Axes, done: Done, colors: dict[str, str]) -> None:
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
     axes.margins(x=0.2)
-    axes.set_xlabel(f"seconds to {100 * done[0][0].target:g} %")
+    axes.set_xlabel(f"seconds to {done[0][0].score.target(done[0][0].target)}")

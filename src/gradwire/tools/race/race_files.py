@@ -1,7 +1,7 @@
 """The files of a race, written as its results come, and read to skip what is done.
 
 race.csv     one row a run: what it was, how it ended, where the figures come from
-trace.csv    one row a test: seconds, step, accuracy and bytes of a run
+trace.csv    one row a test: seconds, step, score and bytes of a run
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gradwire.tools.result_files import append, keep, read
 
 Row = dict[str, str]
 REACHED = "reached"
-FIGURES = ("seconds", "step", "accuracy", "bytes_sent", "interface_bytes")
+FIGURES = ("seconds", "step", "score", "bytes_sent", "interface_bytes")
 
 
 class RaceFiles:

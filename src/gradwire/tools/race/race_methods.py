@@ -1,8 +1,9 @@
-"""What may race: our methods by their names, torch's own as `torch:...`, anybody's as `python:module.function`."""
+"""What may race: our methods and recipes by their names, torch's own as `torch:...`, anybody's as `python:...`."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -10,31 +11,42 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire
 from gradwire.adapters.wire import AUTO
+from gradwire.local_steps.recipe import RECIPES, Recipe, is_recipe, recipe_of
 from gradwire.methods import METHODS, Compressor, from_spec
-from gradwire.plan.model import FLOAT_BYTES
 from gradwire.tools.input_errors import InputError
-
-ONE_BUCKET = {"bucket_cap_mb": 1024}
-
-Sent = Callable[[int], int | None]  # bytes handed to the collectives after so many steps; None: nobody counts them
-Begin = Callable[[DistributedDataParallel], Sent]
+from gradwire.tools.race import torch_methods
+from gradwire.tools.race.entry import RaceEntry, Sent
+from gradwire.tools.race.torch_methods import ONE_BUCKET as ONE_BUCKET
+from gradwire.tools.race.torch_methods import TORCH, Alone, Begin
 
 
 @dataclass(frozen=True)
 class Method:
-    """`begin` gives a DistributedDataParallel model its way to exchange gradients. Its learning rate is `factor` times
-    the task's."""
+    """`begin` gives a DistributedDataParallel model its way to exchange gradients, or `alone` a plain one local steps.
+
+    Its learning rate is `factor` times the task's.
+    """
 
     name: str
-    begin: Begin
+    begin: Begin | None = None
     factor: float = 1.0
     buckets: dict[str, Any] = field(default_factory=dict)  # what DistributedDataParallel is told about them
     momentum: float = 0.0  # in what it holds back
+    alone: Alone | None = None
+
+    def enter(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> RaceEntry:
+        """Makes the model ready to be trained."""
+        if self.alone is not None:
+            return self.alone(model, optimizer)
+        assert self.begin is not None
+        ddp = DistributedDataParallel(model, **self.buckets)
+        return RaceEntry(ddp, self.begin(ddp))
 
 
 def split(text: str) -> list[str]:
@@ -54,13 +66,18 @@ def parse(text: str) -> Method:
     factor = _factor(text, times) if at else 1.0
     kind, _, rest = spec.partition(":")
     if kind == "torch":
-        begin, buckets = _of_torch(spec, rest)
-        return Method(text, begin, factor, buckets)
+        begin, alone, buckets = torch_methods.find(spec, rest)
+        return Method(text, begin, factor, buckets, alone=alone)
     if kind == "python":
-        return Method(text, partial(_call, _function(spec, rest)), factor)
-    compressor = _ours(spec)
-    momentum = 0.0 if isinstance(compressor, str) else compressor.own_momentum  # "auto" has none
-    return Method(text, partial(_attach, compressor), factor, momentum=momentum)
+        function = _function(spec, rest)
+        if _takes_optimizer(function):
+            return Method(text, factor=factor, alone=partial(_call_alone, spec, function))
+        return Method(text, partial(_call, function), factor)
+    ours = _ours(spec)
+    if isinstance(ours, Recipe):  # its momentum is outside, the optimizer keeps its own
+        return Method(text, factor=factor, alone=partial(_local, ours))
+    momentum = 0.0 if isinstance(ours, str) else ours.own_momentum  # "auto" has none
+    return Method(text, partial(_attach, ours), factor, momentum=momentum)
 
 
 def _factor(text: str, times: str) -> float:
@@ -73,12 +90,15 @@ def _factor(text: str, times: str) -> float:
     return factor
 
 
-def _ours(spec: str) -> Compressor | str:
+def _ours(spec: str) -> Compressor | Recipe | str:
     try:
+        if is_recipe(spec):
+            return recipe_of(spec)
         return AUTO if spec == AUTO else from_spec(spec)
     except ValueError as error:
-        others = f"; of torch: {', '.join(f'torch:{name}' for name in TORCH)}; another: python:module.function"
-        hint = others if spec.partition(":")[0].lower() not in METHODS else ""
+        others = [*RECIPES, *(f"torch:{name}" for name in TORCH), "python:module.function"]
+        known = spec.partition(":")[0].lower() in {*METHODS, *RECIPES}
+        hint = "" if known else f"; local steps, torch's and anybody's: {', '.join(others)}"
         raise InputError(f"method {spec!r}: {error}{hint}") from error
 
 
@@ -87,8 +107,19 @@ def _attach(compressor: Compressor | str, model: DistributedDataParallel) -> Sen
     return lambda steps: wire.stats().bytes_sent
 
 
+def _local(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -> RaceEntry:
+    wire = gradwire.local(model, optimizer, recipe)
+
+    def sent(steps: int) -> int:
+        return wire.stats().bytes_sent
+
+    return RaceEntry(
+        model, sent, shared=wire.base_weights, rests=wire.rests, wait=wire.wait, warm=wire.finish, close=wire.detach
+    )
+
+
 def _function(spec: str, rest: str) -> Callable[..., Any]:
-    """Takes the DistributedDataParallel model and registers a hook; found from the current folder."""
+    """Found from the current folder."""
     module, _, name = rest.rpartition(".")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -101,57 +132,25 @@ def _function(spec: str, rest: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
+def _takes_optimizer(function: Callable[..., Any]) -> bool:
+    """Whether it is called with the plain model and its optimizer, and not with the DistributedDataParallel model."""
+    try:
+        return "optimizer" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of something written in C
+        return False
+
+
 def _call(function: Callable[..., Any], model: DistributedDataParallel) -> Sent:
     function(model)
     return lambda steps: None
 
 
-def _of_torch(spec: str, rest: str) -> tuple[Begin, dict[str, Any]]:
-    name, _, options = rest.partition(":")
-    if name not in TORCH:
-        raise InputError(f"method {spec!r} does not exist. torch's: {', '.join(f'torch:{name}' for name in TORCH)}")
-    begin, known, buckets = TORCH[name]
-    given = {}
-    for option in filter(None, options.split(",")):
-        key, _, value = (part.strip() for part in option.partition("="))
-        if key not in known or not value.isdecimal() or int(value) < 1:
-            takes = f"whole numbers from 1 for {', '.join(known)}" if known else "no options"
-            raise InputError(f"method {spec!r}: {option!r} is not possible; torch:{name} takes {takes}")
-        given[key] = int(value)
-    return partial(begin, **given), buckets
-
-
-def _allreduce(model: DistributedDataParallel) -> Sent:
-    """Plain DistributedDataParallel."""
-    return lambda steps: steps * FLOAT_BYTES * _size(model)
-
-
-def _fp16(model: DistributedDataParallel) -> Sent:
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return lambda steps: steps * FLOAT_BYTES // 2 * _size(model)
-
-
-def _powersgd(model: DistributedDataParallel, rank: int = 1, start: int = 2) -> Sent:
-    """start: steps of plain all-reduce before it; torch wants at least 2 of them."""
-    first = max(2, start)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=first)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-    def sent(steps: int) -> int:
-        plain = min(steps, first)
-        return FLOAT_BYTES * (plain * _size(model) + int(state.total_numel_after_compression))
-
-    return sent
-
-
-def _size(model: DistributedDataParallel) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-# name: how it begins, its options, its buckets. PowerSGD's later sums of a bucket begin when the first has come, in
-# another order on another rank: with more than one bucket it hangs on Gloo.
-TORCH: dict[str, tuple[Callable[..., Sent], tuple[str, ...], dict[str, Any]]] = {
-    "allreduce": (_allreduce, (), {}),
-    "fp16": (_fp16, (), {}),
-    "powersgd": (_powersgd, ("rank", "start"), ONE_BUCKET),
-}
+def _call_alone(
+    spec: str, function: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> RaceEntry:
+    entry = function(model, optimizer)
+    if not isinstance(entry, RaceEntry):
+        raise InputError(
+            f"method {spec!r} takes (model, optimizer) and must return a gradwire.tools.race.entry.RaceEntry"
+        )
+    return entry

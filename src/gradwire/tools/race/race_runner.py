@@ -19,7 +19,7 @@ from gradwire.tools.race.race_files import RaceFiles
 
 HOST = "gradwire.tools.race.contestant"
 Figures = Mapping[str, Any]
-COLUMNS = ("rate", "method", "seed", "steps", "accuracy", "seconds", "ms a step", "MB on the link", "state")
+COLUMNS = ("rate", "method", "seed", "steps", "score", "seconds", "ms a step", "MB on the link", "state")
 LEFT = ("method", "state")
 UNITS = ("seconds", "ms a step", "MB on the link")
 
@@ -33,7 +33,7 @@ def cells(run: RaceRun, state: str, figures: Figures | None) -> list[str]:
     seconds, steps, link = float(figures["seconds"]), int(figures["step"]), figures["interface_bytes"]
     numbers = [
         str(steps),
-        f"{100 * float(figures['accuracy']):.1f} %",
+        run.score.show(float(figures["score"])),
         f"{seconds:.2f}",
         f"{1e3 * seconds / steps:.1f}",
     ]

@@ -35,6 +35,7 @@ class Case:
     link_bytes: float  # what a link carries
     buckets: list[int]
     parts: list[float]
+    steps: int = 1  # of a round, whose bytes these are
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,12 @@ def cases(trace: ByteTrace, setting: Setting, collective: str, beside: Sequence[
 
 
 def _case(what: str, collective: str, dtype: str, sample: Sample, setting: Setting) -> Case:
-    parts = parts_of(sample.dense_bytes, setting.bucket_mib)
+    # a round of local steps sends all it has in one message
+    parts = parts_of(sample.dense_bytes, setting.bucket_mib) if sample.steps == 1 else [1.0]
     mine = on_host(sample.n_bytes, collective, setting.workers, setting.hosts)
     buckets = [max(4, round(mine * part)) for part in parts]
     on_link = link_bytes(sample.n_bytes, collective, setting.workers)
-    return Case(what, collective, dtype, sample.place, sample.n_bytes, on_link, buckets, parts)
+    return Case(what, collective, dtype, sample.place, sample.n_bytes, on_link, buckets, parts, sample.steps)
 
 
 def replay(
@@ -106,7 +108,8 @@ def replay(
     def told(event: events.Event) -> None:
         case = every[event["case"]]
         common = {"workers": setting.workers, "hosts": setting.hosts, "compute_ms": setting.compute_ms}
-        figures = {"place": case.place, "bytes_a_step": case.n_bytes, "link_bytes": case.link_bytes}
+        n_bytes, on_link = case.n_bytes / case.steps, case.link_bytes / case.steps
+        figures = {"place": case.place, "steps": case.steps, "bytes_a_step": n_bytes, "link_bytes": on_link}
         names = {"rate": rate, "what": case.what, "collective": case.collective}
         rows.append({**names, **common, "overlap": setting.overlap, **figures, "ms_a_step": event["ms_a_step"]})
         tell(rows[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -18,11 +18,12 @@ BYTES, DENSE = ("bytes_a_step", "bytes"), ("dense_bytes_a_step", "dense_bytes") 
 
 @dataclass(frozen=True)
 class Sample:
-    """A step of a run: the median one of a section."""
+    """A step of a run, or a round of local steps: the median one of a section."""
 
     place: int  # the epoch or step it stands in
     n_bytes: float
-    dense_bytes: float
+    dense_bytes: float  # a step
+    steps: int = 1  # of the round, at whose end the bytes go
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def load(path: Path, n_samples: int) -> ByteTrace:
             "or bytes and dense_bytes (of StepBytes)"
         )
     every = [_sample(path, number, row, str(names[0]), str(names[1])) for number, row in enumerate(rows, 1)]
+    every = rounds(path, every)
     last = rows[-1].get("step") or ""
     return ByteTrace(thin(every, n_samples), int(last) if last.isdecimal() else len(rows))
 
@@ -65,9 +67,23 @@ def _sample(path: Path, number: int, row: dict[str, str], n_bytes: str, dense: s
         sample = Sample(place, float(row[n_bytes]), float(row[dense]))
     except (TypeError, ValueError) as error:
         raise InputError(f"{path}, row {number}: {error}") from error
-    if not all(0 < value < math.inf for value in (sample.n_bytes, sample.dense_bytes)):
+    quiet = sample.n_bytes == 0 and n_bytes == BYTES[1]  # a step inside a round of local steps
+    if not all(0 < value < math.inf for value in (sample.n_bytes or quiet, sample.dense_bytes)):
         raise InputError(f"{path}, row {number}: bytes must be positive numbers")
     return sample
+
+
+def rounds(path: Path, every: Sequence[Sample]) -> list[Sample]:
+    """Steps that sent nothing, as one with the first after them that did; what follows the last such is left out."""
+    found: list[Sample] = []
+    begin = 0
+    for number, sample in enumerate(every):
+        if sample.n_bytes:
+            found.append(replace(sample, steps=number + 1 - begin))
+            begin = number + 1
+    if not found:
+        raise InputError(f"{path}: not a byte was sent, so there is nothing to replay")
+    return found
 
 
 def thin(every: Sequence[Sample], n_samples: int) -> list[Sample]:

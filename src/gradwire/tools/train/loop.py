@@ -1,13 +1,14 @@
-"""The training loop of one worker: a plain DDP loop with one added line, `gradwire.attach`."""
+"""The training loop of one worker, a plain one with one added line: `gradwire.attach` on DDP, or `gradwire.local`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradwire
 from gradwire.simulation.random_state import seed_worker
@@ -15,7 +16,7 @@ from gradwire.tools.train import optimizers, sharding
 from gradwire.tools.train.metrics import Row, RunState, Traffic
 from gradwire.tools.train.reporter import Reporter
 from gradwire.tools.train.settings import TrainingPlan
-from gradwire.tools.train.worker_group import WorkerGroup
+from gradwire.tools.train.worker_group import WorkerGroup, own_buffers
 
 
 class Trainer:
@@ -26,10 +27,17 @@ class Trainer:
         torch.manual_seed(plan.settings.seed)
         self.model = plan.task.make_model().to(group.device)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.ddp = group.wrap(self.model)
-        self.wire = gradwire.attach(self.ddp, plan.compressor)
-        own, decay = plan.compressor.own_momentum, plan.weight_decay
+        own, decay = plan.own_momentum, plan.weight_decay
         self.optimizer = optimizers.make(plan.settings.optimizer, self.model.parameters(), 0.0, decay, momentum=own)
+        self.net: nn.Module  # what the training calls
+        self.wire: gradwire.Wire | gradwire.LocalWire
+        self.local: gradwire.LocalWire | None = None
+        if plan.recipe is None:
+            self.net = group.wrap(self.model)
+            self.wire = gradwire.attach(self.net, plan.compressor)
+        else:
+            self.net = self.model
+            self.wire = self.local = gradwire.local(self.model, self.optimizer, plan.recipe)
         self.state = RunState()
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=group.device)  # this worker's, in this epoch
         seed_worker(plan.settings.seed, group.rank)
@@ -58,7 +66,7 @@ class Trainer:
             state.seconds += time.perf_counter() - start
             if self.reporter.due():
                 sent = self.wire.stats().bytes_sent + state.traffic.bytes_sent + state.total.bytes_sent
-                self.reporter.step(state.step, state.epoch + 1, loss.item(), sent / 1e6)
+                self.reporter.step(state.step, state.epoch + 1, loss.item(), sent / 1e6, self.round())
             if save and plan.settings.save_every and state.step % plan.settings.save_every == 0 and self.steps_left():
                 save()
 
@@ -66,7 +74,7 @@ class Trainer:
         """One step of the optimizer on this worker's batch; returns its loss."""
         inputs, targets = (tensor.to(self.group.device) for tensor in self.plan.task.batch(indices))
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.plan.task.loss(self.ddp(inputs), targets)
+        loss = self.plan.task.loss(self.net(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.loss_sum += loss.detach() * len(indices)
@@ -79,19 +87,48 @@ class Trainer:
         """The state with what this process has added to it: to be saved, or to close the epoch. All ranks."""
         self.state.loss_sum += float(self.group.sum(self.loss_sum))
         self.loss_sum.zero_()
-        self.state.traffic += Traffic.of(self.wire.stats())
+        self.state.traffic += self.traffic()
         self.wire.reset_stats()
         return self.state
 
+    def traffic(self) -> Traffic:
+        """Since the last reset."""
+        if self.local is None:
+            stats = self.wire.stats()
+            return Traffic.of(stats, stats.steps)
+        self.local.wait()  # bytes of a late sum count where it began, whether the run stops here or not
+        local = self.local.stats()
+        return Traffic.of(local, local.exchanges / self.local.recipe.fragments)
+
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        """In here the model is what all workers have alike: inside a round of local steps each has its own."""
+        if self.local is None:
+            yield
+            return
+        with own_buffers(self.model), self.local.base_weights():
+            yield
+
+    def round(self) -> str:
+        """Where local steps stand, for the user."""
+        if self.local is None:
+            return ""
+        whole, inside = divmod(self.local.steps, self.local.recipe.every)
+        return f"round {whole + 1}, step {inside}/{self.local.recipe.every}  "
+
     def close_epoch(self) -> None:
         """Test the model and write down the epoch."""
+        if self.local is not None:
+            self.local.finish() if self.state.epoch + 1 >= self.plan.epochs else self.local.wait()
         delay = self.wire.stats().delay
         state, plan = self.gather_state(), self.plan
+        with self.shared_weights():
+            scores = self.group.score(plan.task, self.model)
         row: Row = {
             "epoch": state.epoch + 1,
             "step": state.step,
             "train_loss": state.loss_sum / state.position,
-            **self.group.score(plan.task, self.model),
+            **scores,
             "seconds": state.seconds,
             "ms_per_step": 1000 * state.seconds / state.epoch_step,
             "workers": self.group.world,

@@ -38,17 +38,17 @@ class Traffic:
     decode_ms: float = 0.0
 
     @staticmethod
-    def of(stats: Stats) -> Traffic:
-        """The totals behind a wire's means."""
+    def of(stats: Stats, timed: float) -> Traffic:
+        """The totals behind a wire's means; timed: over how many steps, or rounds, those of the times are."""
         return Traffic(
             steps=stats.steps,
             bytes_sent=stats.bytes_sent,
             bytes_received=stats.bytes_received,
             dense_bytes=stats.dense_bytes,
             elements=sum(stats.elements_sent.values()),
-            encode_ms=stats.encode_ms * stats.steps,
-            exchange_ms=stats.exchange_ms * stats.steps,
-            decode_ms=stats.decode_ms * stats.steps,
+            encode_ms=stats.encode_ms * timed,
+            exchange_ms=stats.exchange_ms * timed,
+            decode_ms=stats.decode_ms * timed,
         )
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -122,7 +122,7 @@ def summarise(plan: TrainingPlan, parameters: int, device: str, state: RunState)
         "task": plan.task.name,
         "seed": plan.settings.seed,
         "workers": plan.settings.workers,
-        "compressor": repr(plan.compressor),
+        "compressor": plan.exchange,
         "optimizer": plan.settings.optimizer,
         "learning_rate": asdict(plan.schedule),
         "weight_decay": plan.weight_decay,

@@ -30,8 +30,8 @@ class Reporter:
         """Whether `step` would show anything now; asked every step, so that nothing is computed in vain."""
         return not self.bars.disable and time.monotonic() >= self.next_refresh
 
-    def step(self, step: int, epoch: int, loss: float, sent_megabytes: float) -> None:
-        figures = f"loss {loss:.4f}  {self.score}{sent_megabytes:.2f} MB sent"
+    def step(self, step: int, epoch: int, loss: float, sent_megabytes: float, local_round: str = "") -> None:
+        figures = f"{local_round}loss {loss:.4f}  {self.score}{sent_megabytes:.2f} MB sent"
         self.bars.update(self.bar, completed=step, state=f"epoch {epoch}/{self.epochs}  {figures}")
         self.next_refresh = time.monotonic() + REFRESH_SECONDS
 

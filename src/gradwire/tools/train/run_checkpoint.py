@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import gradwire
 from gradwire.simulation import random_state as randomness
@@ -33,18 +34,34 @@ def save(trainer: Trainer, out: Path) -> None:
         unfinished.mkdir(parents=True)
     group.barrier()
     gradwire.save(trainer.wire, unfinished / WIRE)
+    if trainer.local is not None:
+        torch.save(own_state(trainer), unfinished / worker_file(group.rank))
     generators = group.gather(randomness.get_state(group.device)).cpu()
-    if group.leads:
-        content = {
-            "model": trainer.model.state_dict(),
-            "optimizer": trainer.optimizer.state_dict(),
-            "standing": state.to_plain(),
-            "generators": generators,
-        }
+    if group.leads:  # the others have written their files: all have come to the gathering above
+        content: dict[str, Any] = {"standing": state.to_plain(), "generators": generators}
+        with trainer.shared_weights():
+            content["model"] = copied(trainer.model.state_dict())
+        if trainer.local is None:
+            content["optimizer"] = trainer.optimizer.state_dict()
         torch.save(content, unfinished / TRAINING)
         manifest.seal(unfinished, workers=group.world, epoch=state.epoch, step=state.step)
         publish(unfinished, final)
     group.barrier()
+
+
+def worker_file(rank: int) -> str:
+    """Of what by local steps each worker has for itself; of its weights in mid-round the wire takes care."""
+    return f"worker-{rank:05d}.pt"
+
+
+def own_state(trainer: Trainer) -> dict[str, Any]:
+    """The optimizer's moments, and the buffers of the model: no other worker has the same."""
+    return {"optimizer": trainer.optimizer.state_dict(), "buffers": dict(trainer.model.named_buffers())}
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As it is now: the model goes on in the same memory."""
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 def publish(unfinished: Path, final: Path) -> None:
@@ -60,7 +77,10 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     """All ranks: put the trainer back where it was."""
     content: dict[str, Any] = torch.load(checkpoint / TRAINING, map_location="cpu", weights_only=True)
     trainer.model.load_state_dict(content["model"])
-    trainer.optimizer.load_state_dict(content["optimizer"])
+    if trainer.local is None:
+        trainer.optimizer.load_state_dict(content["optimizer"])
+    else:
+        restore_own(trainer, checkpoint)
     gradwire.load(trainer.wire, checkpoint / WIRE)
     trainer.state = RunState.from_plain(content["standing"])
     generators, group = content["generators"], trainer.group
@@ -68,6 +88,17 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         randomness.set_state(generators[group.rank], group.device)
     else:
         randomness.seed_worker(trainer.plan.settings.seed, group.rank, trainer.state.step)
+
+
+def restore_own(trainer: Trainer, checkpoint: Path) -> None:
+    """What this worker had for itself; one that is new takes rank 0's, which fits the weights better than nothing."""
+    path = checkpoint / worker_file(trainer.group.rank)
+    path = path if path.exists() else checkpoint / worker_file(0)
+    own: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    trainer.optimizer.load_state_dict(own["optimizer"])
+    with torch.no_grad():
+        for name, buffer in trainer.model.named_buffers():
+            buffer.copy_(own["buffers"][name])
 
 
 def describe(checkpoint: Checkpoint, workers: int) -> str:

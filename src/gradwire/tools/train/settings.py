@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gradwire.errors import AttachError
 from gradwire.exchange import budget
 from gradwire.exchange.room import Capacity, most_buckets
+from gradwire.local_steps.recipe import Recipe
 from gradwire.methods import Compressor, from_spec, to_spec
 from gradwire.tools.input_errors import InputError, at_least
-from gradwire.tools.train import optimizers, tasks
+from gradwire.tools.train import local_options, optimizers, tasks
+from gradwire.tools.train.local_options import LocalOptions
 from gradwire.tools.train.task import Schedule, Task
 from gradwire.tools.train.worker_group import TIMEOUT_S
 
@@ -43,6 +45,7 @@ class Settings:
     device: str = "auto"
     timeout: float = TIMEOUT_S
     max_restarts: int = 0
+    local: LocalOptions = field(default_factory=LocalOptions)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class TrainingPlan:
     settings: Settings
     task: Task
     compressor: Compressor
+    recipe: Recipe | None  # of local steps; None: gradients are exchanged step by step
     schedule: Schedule
     epochs: int
     batch: int
@@ -60,7 +64,17 @@ class TrainingPlan:
 
     @property
     def title(self) -> str:
-        return f"{self.settings.task} {self.settings.compressor}"
+        return f"{self.settings.task} {local_options.label(self.settings.compressor, self.settings.local)}"
+
+    @property
+    def own_momentum(self) -> float:
+        """Of the method, in the place of the optimizer's. Local steps keep the optimizer's: it is inside of a round."""
+        return self.compressor.own_momentum if self.recipe is None else 0.0
+
+    @property
+    def exchange(self) -> str:
+        """What goes over the wire, and when, with every option."""
+        return repr(self.compressor if self.recipe is None else self.recipe)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to be gone on with. The number of workers may change, so may the epochs."""
@@ -68,7 +82,7 @@ class TrainingPlan:
             "task": self.task.name,
             "data": self.task.fingerprint(),
             "seed": self.settings.seed,
-            "compressor": repr(self.compressor),
+            "compressor": self.exchange,
             "optimizer": self.settings.optimizer,
             "batch": self.batch,
             "learning_rate": asdict(self.schedule),
@@ -81,7 +95,8 @@ def check(settings: Settings) -> TrainingPlan:
     """Fill in the defaults and open the data, or raise an InputError that says what is wrong and what to do."""
     kind = tasks.find(settings.task)
     optimizers.find(settings.optimizer)
-    compressor = make_compressor(settings.compressor)
+    recipe = local_options.find_recipe(settings.compressor, settings.local)
+    compressor = make_compressor(settings.compressor) if recipe is None else recipe.compressor
     check_numbers(settings)
     schedule = kind.schedule(settings.optimizer)
     if settings.learning_rate is not None:
@@ -90,6 +105,7 @@ def check(settings: Settings) -> TrainingPlan:
         settings=settings,
         task=kind.open(settings.data),
         compressor=compressor,
+        recipe=recipe,
         schedule=schedule,
         epochs=kind.epochs if settings.epochs is None else settings.epochs,
         batch=kind.batch if settings.batch is None else settings.batch,
@@ -97,7 +113,10 @@ def check(settings: Settings) -> TrainingPlan:
         out=settings.out or default_out(settings),
     )
     check_enough_samples(plan)
-    check_budget(plan)
+    if recipe is None:
+        check_budget(plan)
+    else:
+        local_options.check_model(recipe, plan.task, settings.workers)
     return plan
 
 
@@ -163,5 +182,6 @@ def check_budget(plan: TrainingPlan) -> None:
 
 def default_out(settings: Settings) -> Path:
     """runs/<task>-<compressor>-<seed>, in characters that every file system takes."""
-    compressor = re.sub(r"[^A-Za-z0-9.=_]+", "-", settings.compressor).strip("-")
+    named = local_options.label(settings.compressor, settings.local)
+    compressor = re.sub(r"[^A-Za-z0-9.=_]+", "-", named).strip("-")
     return Path("runs") / f"{settings.task}-{compressor}-{settings.seed}"

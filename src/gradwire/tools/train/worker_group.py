@@ -80,6 +80,16 @@ class WorkerGroup:
         dist.barrier()
 
 
+@contextmanager
+def own_buffers(model: nn.Module) -> Iterator[None]:
+    """A test takes the buffers of rank 0, on all ranks; afterwards each has its own again, which local steps need."""
+    buffers = list(model.buffers())
+    own = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, mine in zip(buffers, own, strict=True):
+        buffer.copy_(mine)
+
+
 def inside_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether this process is a worker that torchrun has started."""
     return "RANK" in environment and "WORLD_SIZE" in environment
