@@ -91,17 +91,16 @@ class Courier:
     def __init__(self, group: dist.ProcessGroup) -> None:
         ranks = dist.get_process_group_ranks(group)
         local = len(ranks) < dist.get_world_size()  # other ranks do not come here: only the members meet
-        self.group = dist.new_group(
-            ranks, timeout=_timeout(group), backend=dist.get_backend(group), use_local_synchronization=local
-        )
+        backend = dist.get_backend(group)
+        own = dist.new_group(ranks, timeout=_timeout(group), backend=backend, use_local_synchronization=local)
         self.world_size, self.rank = len(ranks), dist.get_rank(group)
-        gloo = dist.get_backend(group) == "gloo"
+        self._held = [own]  # nowhere else: at the end `_stop` lets go of it, whoever still has the courier
         self._under_way: set[Flight] = set()
         self._work: Work = queue.SimpleQueue()
         thread = threading.Thread(target=_run, args=(self._work,), name="gradwire-courier", daemon=True)
         thread.start()
         # when nobody needs it any more, and at the latest when Python exits
-        weakref.finalize(self, _stop, self._work, thread, self.group if gloo else None)
+        weakref.finalize(self, _stop, self._work, thread, self._held if backend == "gloo" else [])
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queues `work`, which must handle its own exceptions: nobody is told of them here."""
@@ -114,14 +113,14 @@ class Courier:
         by then, as after an error here. The other one would wait for it until the timeout.
         """
         out = message.new_empty(self.world_size * message.numel())
-        work = begin_gather(out, message, self.group)
+        work = begin_gather(out, message, self._held[0])
         flight = Flight(message, out.view(self.world_size, -1), work, self._under_way)
         self._under_way.add(flight)
         return flight
 
     def sum(self, tensor: Tensor) -> Flight:
         """tensor = its sum over the ranks; called from the courier's own thread."""
-        return Flight(tensor, tensor, dist.all_reduce(tensor, group=self.group, async_op=True))
+        return Flight(tensor, tensor, dist.all_reduce(tensor, group=self._held[0], async_op=True))
 
 
 def _run(work: Work) -> None:
@@ -133,16 +132,18 @@ def _run(work: Work) -> None:
         del piece  # or the last one would be kept until the next comes
 
 
-def _stop(work: Work, thread: threading.Thread, group: dist.ProcessGroup | None) -> None:
+def _stop(work: Work, thread: threading.Thread, held: list[dist.ProcessGroup]) -> None:
     """A thread that is still inside C++ when Python ends takes the whole process down (SIGABRT).
 
-    That is the courier's, and Gloo's, which may still hold the last message: without the group they are joined.
+    That is the courier's, and Gloo's, which may still hold the last message and wants Python's lock to let go of it.
+    Gloo joins its threads when nobody has the group any more.
     """
     work.put(None)
     thread.join(timeout=5)  # not for ever: it may wait for a rank that is gone
-    if group is not None and not thread.is_alive():
+    if held and not thread.is_alive():
         with contextlib.suppress(Exception):  # the program may have destroyed all groups already
-            dist.destroy_process_group(group)
+            dist.destroy_process_group(held[0])
+        held.clear()
 
 
 _couriers: weakref.WeakKeyDictionary[dist.ProcessGroup, Courier] = weakref.WeakKeyDictionary()
