@@ -113,7 +113,7 @@ def tune(data: Path, steps: int) -> None:
 def table(done: Sequence[tuple[RaceRun, Row]], title: str) -> Table:
     """By rate and method the medians of the seeds, and how many times sooner than data parallelism."""
     shown = Table(title=title, title_justify="left")
-    for column in ("Mbit/s", "method", "steps", "seconds", "MB on the link", "sooner"):
+    for column in ("Mbit/s", "method", "steps", "seconds", "MB on the link", "waited", "sooner"):
         shown.add_column(column, justify="left" if column == "method" else "right")
     seconds: dict[tuple[str, str], float] = {}
     for rate, name in dict.fromkeys((run.rate, run.method.partition("@")[0]) for run, _ in done):
@@ -126,7 +126,8 @@ def table(done: Sequence[tuple[RaceRun, Row]], title: str) -> Table:
         base = seconds.get((rate, DATA_PARALLEL))
         sooner = f"{base / seconds[rate, name]:.2f} x" if base else ""
         numbers = (f"{steps:.0f}", f"{seconds[rate, name]:.1f}", f"{link / 1e6:.1f}")
-        shown.add_row(rate, METHODS[name], *numbers, sooner)
+        waits = [float(row["waited"]) / float(row["seconds"]) for row in rows if row["waited"]]
+        shown.add_row(rate, METHODS[name], *numbers, f"{100 * median(waits):.1f} %" if waits else "", sooner)
     return shown
 
 

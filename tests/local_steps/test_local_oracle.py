@@ -10,11 +10,29 @@ import torch
 import torch.distributed as dist
 
 import gradwire
+from gradwire.arithmetic.shuffle import chosen
+from gradwire.codec.quota import Quota
+from gradwire.layout import Layout
 from gradwire.local_steps.fragments import fragments_of
+from gradwire.methods import PowerSGD
 from local_steps import scalar_oracle
-from local_steps.scalar_oracle import Oracle, Settings, all_of, largest, powers_of_two
+from local_steps.scalar_oracle import Oracle, Settings, all_of, by_chunks, drawn, largest, powers_of_two, thin
 from local_steps.scripted import Scripted, changes, small_net
 from workers import Pool
+
+
+def places_drawn(name: str, number: int, density: float) -> list[int]:
+    """The library's own draw, of one tensor by itself."""
+    quota = Quota.of(Layout.of([(name, small_net().get_parameter(name).shape)]), density)
+    return chosen(0, number, quota, torch.device("cpu"))[0].tolist()  # type: ignore[no-any-return]
+
+
+def beginnings(rank: int) -> tuple[dict[str, tuple[int, int]], dict[str, list[list[float]]]]:
+    """Of PowerSGD: which matrices go as two thin ones, and what was drawn for each."""
+    layout = Layout.of((name, parameter.shape) for name, parameter in small_net().named_parameters())
+    basis = PowerSGD(rank).init(layout, torch.device("cpu")).basis
+    shapes = {slot.name: (slot.shape[0], slot.shape[1]) for slot in layout if slot.name in basis}
+    return shapes, {name: rows.tolist() for name, rows in basis.items()}
 
 
 @dataclass
@@ -42,6 +60,21 @@ CASES = {
         "topk:density=0.1,exact=true", {"every": 2, "decay": 1.0}, Settings(2, decay=1.0), largest(0.1)
     ),
     "gathered, four bits": Case("vgc:alpha=0,density=1.0", {"every": 4}, Settings(4), powers_of_two),
+    "gathered, chunks": Case("chunk_topk:chunk=32,k=8", {"every": 4}, Settings(4), by_chunks(32, 8)),
+    "rounds, drawn": Case(
+        "randomk:density=0.2",
+        {"every": 4, "outer_momentum": 0.5},
+        Settings(4, 1.0, 0.5),
+        drawn(lambda name, number: places_drawn(name, number, 0.2)),
+    ),
+    "rounds, thin matrices": Case("powersgd:rank=2", {"every": 4}, Settings(4), thin(*beginnings(2))),
+    "rounds, late": Case(
+        "powersgd:rank=1",
+        {"every": 4, "delay": 2, "fragments": 2},
+        Settings(4, fragments=2, delay=2),
+        thin(*beginnings(1)),
+    ),
+    "sparseloco": Case("sparseloco", {"every": 6}, Settings(6), by_chunks(4096, 64)),
     "diloco": Case("diloco", {"every": 5}, Settings(5, 0.7, 0.9, keeps=False), all_of),
     "streaming_diloco": Case(
         "streaming_diloco",
@@ -99,4 +132,5 @@ def close(found: torch.Tensor, expected: list[float]) -> None:
 
 def test_the_oracle_rounds_to_powers_of_two() -> None:
     """The worked example of the method."""
-    assert scalar_oracle.powers_of_two([0.04, 0.31, -6.25, 22.25, -35.75]) == [0.0, 0.25, -8.0, 16.0, -32.0]
+    found = scalar_oracle.powers_of_two([[0.04, 0.31, -6.25, 22.25, -35.75]], "", 0)
+    assert found == [[0.0, 0.25, -8.0, 16.0, -32.0]]

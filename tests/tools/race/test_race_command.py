@@ -187,6 +187,9 @@ def test_local_steps_race_by_their_base_weights(tmp_path):
     for row in read(out / "race.csv"):
         sent, link = int(row["bytes_sent"]), int(row["interface_bytes"])
         assert sent < link < 1.1 * sent + 4000 * int(row["step"])
+    for row in read(out / "race.csv")[:2]:
+        assert 0 < float(row["waited"]) < float(row["seconds"])
+    assert read(out / "race.csv")[2]["waited"] == ""  # torch's does not say
 
 
 @pytest.mark.slow

@@ -19,7 +19,14 @@ ORIGIN = {"commit": "abc"}
 
 
 def standing(step=10, state="", **figures):
-    fixed = {"seconds": step / 8, "step": step, "score": 0.9, "bytes_sent": 100 * step, "interface_bytes": None}
+    fixed = {
+        "seconds": step / 8,
+        "step": step,
+        "score": 0.9,
+        "bytes_sent": 100 * step,
+        "interface_bytes": None,
+        "waited": None,
+    }
     return {**fixed, "state": state, **figures}
 
 

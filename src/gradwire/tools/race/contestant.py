@@ -93,6 +93,7 @@ class Contestant:
             "score": self.score(),
             "bytes_sent": self.entry.sent(self.steps),
             "interface_bytes": self.on_link if shaped else None,
+            "waited": self.entry.waited(),
         }
 
     def race(self, tell: Teller) -> None:

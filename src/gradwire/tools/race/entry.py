@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 Sent = Callable[[int], int | None]  # bytes handed to the collectives after so many steps; None: nobody counts them
+Waited = Callable[[], float | None]  # seconds that the training stood still for the exchange; None: nobody knows
 
 
 def nothing() -> None:
@@ -31,3 +32,4 @@ class RaceEntry:
     wait: Callable[[], None] = nothing  # until nothing is
     warm: Callable[[], None] = nothing  # an exchange, after the steps of the model that is thrown away
     close: Callable[[], None] = nothing
+    waited: Waited = lambda: None

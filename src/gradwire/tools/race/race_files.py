@@ -15,7 +15,7 @@ from gradwire.tools.result_files import append, keep, read
 
 Row = dict[str, str]
 REACHED = "reached"
-FIGURES = ("seconds", "step", "score", "bytes_sent", "interface_bytes")
+FIGURES = ("seconds", "step", "score", "bytes_sent", "interface_bytes", "waited")
 
 
 class RaceFiles:

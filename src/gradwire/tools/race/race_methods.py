@@ -113,8 +113,19 @@ def _local(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer) -
     def sent(steps: int) -> int:
         return wire.stats().bytes_sent
 
+    def waited() -> float:
+        stats = wire.stats()
+        return stats.waited_ms * stats.exchanges / recipe.fragments / 1e3
+
     return RaceEntry(
-        model, sent, shared=wire.base_weights, rests=wire.rests, wait=wire.wait, warm=wire.finish, close=wire.detach
+        model,
+        sent,
+        shared=wire.base_weights,
+        rests=wire.rests,
+        wait=wire.wait,
+        warm=wire.finish,
+        close=wire.detach,
+        waited=waited,
     )
 
 
