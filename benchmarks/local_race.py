@@ -1,7 +1,9 @@
 """Local steps against data parallelism and against the local steps of others: time to a loss on slow links. Needs root.
 
-    python -m benchmarks.local_race            all runs, one after another; the same command again goes on
     python -m benchmarks.local_race --tune     first: which learning rate each method has
+    python -m benchmarks.local_race            all runs, one after another; the same command again goes on
+
+Then the table and the picture in docs/local-steps.md are made anew.
 
 A byte-level transformer of 875,264 parameters learns Python's own library. torch's DDP with bf16 gradients trains STEPS
 steps; the bits per byte that it has then (its test, of the held-out part) are what all race to, with the same optimizer
@@ -10,48 +12,47 @@ and batches, and as many steps in a round. torchft races where it is installed (
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 import sysconfig
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import mean, median
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.report import FIGURES, ROOT, between
 from benchmarks.torchft_peer import EVERY
 from gradwire.tools.lab import missing
-from gradwire.tools.race import contest, race_runner
+from gradwire.tools.race import contest, plot, race_runner
 from gradwire.tools.race.contest import RaceRun
 from gradwire.tools.race.race_files import REACHED, RaceFiles, Row
 from gradwire.tools.race.race_runner import RaceTable
 from gradwire.tools.result_files import read
 
 RESULTS = Path(__file__).parent / "results" / "local-race"
-HOSTS, RATES, SEEDS = 4, ("100", "20"), (10,)
-STEPS, MOST_SECONDS = 400, 3600.0  # a method has four times as many to come to where data parallelism was
+PAGE, BLOCK = ROOT / "docs" / "local-steps.md", "local-race"
+HOSTS, RATES, SEEDS = 4, ("20", "100"), (10,)
+STEPS, MOST_SECONDS = 300, 3600.0  # a method has four times as many to come to where data parallelism was
 BATCH = 4  # of a host: 4 of them share this machine's cores, with more of it nobody would wait for a link
 TEXT_BYTES = 4_000_000
 DATA_PARALLEL = "torch:bf16"
-# All elements in 4 bits and more: in a short training as good as averages of float32, step by step, which a tenth of
-# the elements is not (30 steps of bf16: 45 steps against 75).
 OURS, FEWER = f"vgc:alpha=0,density=1,every={EVERY}", f"vgc:alpha=0,density=0.1,every={EVERY}"
+LATE = ",delay=5"
 METHODS = {
     OURS: "ours, all elements",
-    f"{OURS},delay=5": "ours, all elements, 5 steps late",
+    f"{OURS}{LATE}": "ours, all elements, 5 steps late",
     FEWER: "ours, a tenth of the elements",
-    f"{FEWER},delay=5": "ours, a tenth, 5 steps late",
+    f"{FEWER}{LATE}": "ours, a tenth, 5 steps late",
     DATA_PARALLEL: "torch DDP, bf16",
     "torch:powersgd:rank=4": "torch powerSGD_hook rank 4",
     f"torch:postlocalsgd:every={EVERY}": "torch post-localSGD",
     "python:benchmarks.torchft_peer.diloco": "torchft DiLoCo",
     "python:benchmarks.torchft_peer.averaging": "torchft DiLoCo, outer step 1",
 }
-FACTORS, TUNING_SEEDS = (1, 2, 4), (0,)
+TUNING_SEED = 0
 
 
 def methods() -> list[str]:
@@ -86,49 +87,77 @@ def races(files: RaceFiles, rate: str, names: Sequence[str], seeds: Sequence[int
 def target_of(files: RaceFiles, data: Path, steps: int, seed: int) -> float:
     """What data parallelism has after so many steps, rounded up: sums differ in their last digits from link to link."""
     common = {"data": str(data), "target": 0.01, "limit_steps": steps}
-    (run,) = races(files, "unshaped", [with_factor(DATA_PARALLEL)], [seed], **common)
-    row = files.find(run)
+    apart = RaceFiles(files.folder / "target")
+    (run,) = races(apart, "unshaped", [with_factor(DATA_PARALLEL)], [seed], **common)
+    row = apart.find(run)
     assert row is not None
     return math.ceil(500 * float(row["score"])) / 500
 
 
 def with_factor(name: str) -> str:
-    """With the learning rate of the fewest steps among those that were tried."""
+    """With the learning rate of the fewest steps among those that were tried; a delay has that of the same without."""
     steps: dict[str, list[float]] = {}
     for row in read(RESULTS / "tuning" / "race.csv"):
         found, _, factor = row["method"].partition("@")
-        if found == name and factor:
+        if found == name.removesuffix(LATE) and factor:
             steps.setdefault(factor, []).append(float(row["step"]) if row["state"] == REACHED else math.inf)
     return f"{name}@{min(steps, key=lambda factor: mean(steps[factor]))}" if steps else name
 
 
 def tune(data: Path, steps: int) -> None:
-    """Over loopback, with other seeds than the race: how many steps one needs does not depend on the link."""
+    """Over loopback, with another seed than the race: how many steps one needs does not depend on the link.
+
+    From the task's learning rate down by halves, or up, for as long as fewer steps are needed.
+    """
     files = RaceFiles(RESULTS / "tuning")
-    named = [f"{name}@{factor}" for name in methods() for factor in FACTORS]
-    target = target_of(files, data, steps, TUNING_SEEDS[0])
-    races(files, "unshaped", named, TUNING_SEEDS, data=str(data), target=target, limit_steps=4 * steps)
+    common = {"data": str(data), "target": target_of(files, data, steps, TUNING_SEED), "limit_steps": 4 * steps}
+
+    def needed(name: str, factor: float) -> float:
+        runs = races(files, "unshaped", [f"{name}@{factor:g}"], [TUNING_SEED], **common)
+        return seconds([row for _, row in files.rows(runs)], "step")
+
+    for name in methods():
+        if not name.endswith(LATE):
+            factor, change = 1.0, 0.5 if needed(name, 0.5) < needed(name, 1.0) else 2.0
+            while needed(name, factor * change) < needed(name, factor):
+                factor *= change
 
 
-def table(done: Sequence[tuple[RaceRun, Row]], title: str) -> Table:
-    """By rate and method the medians of the seeds, and how many times sooner than data parallelism."""
-    shown = Table(title=title, title_justify="left")
-    for column in ("Mbit/s", "method", "steps", "seconds", "MB on the link", "waited", "sooner"):
-        shown.add_column(column, justify="left" if column == "method" else "right")
-    seconds: dict[tuple[str, str], float] = {}
-    for rate, name in dict.fromkeys((run.rate, run.method.partition("@")[0]) for run, _ in done):
-        rows = [row for run, row in done if (run.rate, run.method.partition("@")[0]) == (rate, name)]
-        if any(row["state"] != REACHED for row in rows):
-            shown.add_row(rate, METHODS[name], rows[0]["step"], "did not reach")
-            continue
-        steps, link = (median(float(row[key]) for row in rows) for key in ("step", "interface_bytes"))
-        seconds[rate, name] = median(float(row["seconds"]) for row in rows)
-        base = seconds.get((rate, DATA_PARALLEL))
-        sooner = f"{base / seconds[rate, name]:.2f} x" if base else ""
-        numbers = (f"{steps:.0f}", f"{seconds[rate, name]:.1f}", f"{link / 1e6:.1f}")
-        waits = [float(row["waited"]) / float(row["seconds"]) for row in rows if row["waited"]]
-        shown.add_row(rate, METHODS[name], *numbers, f"{100 * median(waits):.1f} %" if waits else "", sooner)
-    return shown
+def page_table(rows: Sequence[Row]) -> str:
+    """By rate the methods, fastest first: medians over the seeds, and how many times sooner than data parallelism."""
+    lines = []
+    raced = [row for row in rows if row["rate"] in RATES]
+    for rate, group in groupby(sorted(raced, key=lambda row: RATES.index(row["rate"])), key=lambda row: row["rate"]):
+        of_rate: dict[str, list[Row]] = {}
+        for row in group:
+            of_rate.setdefault(row["method"], []).append(row)
+        base = next(seconds(found) for name, found in of_rate.items() if name.startswith(DATA_PARALLEL))
+        lines += [f"**{rate} Mbit/s**\n"]
+        lines += ["| method | learning rate | steps | MB on the link | waited for the link | seconds | sooner |"]
+        lines += ["|---|---:|---:|---:|---:|---:|---:|"]
+        for name, found in sorted(of_rate.items(), key=lambda item: seconds(item[1])):
+            lines.append(line(name, found, base))
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def line(name: str, rows: Sequence[Row], base: float) -> str:
+    spec, _, factor = name.partition("@")
+    steps, link = (median(float(row[key]) for row in rows) for key in ("step", "interface_bytes"))
+    waits = [float(row["waited"]) / float(row["seconds"]) for row in rows if row["waited"]]
+    waited, time = f"{100 * median(waits):.1f} %" if waits else "", seconds(rows)
+    ends = f"{time:.1f} | {base / time:.2f} x" if time < math.inf else "did not reach |"
+    return f"| {METHODS[spec]} | x {factor or 1} | {steps:.0f} | {link / 1e6:.1f} | {waited} | {ends} |"
+
+
+def seconds(rows: Sequence[Row], what: str = "seconds") -> float:
+    """To the target, or steps; infinite where a seed did not reach it."""
+    return median(float(row[what]) if row["state"] == REACHED else math.inf for row in rows)
+
+
+def render(text: str) -> str:
+    """docs/local-steps.md with the table of the committed race."""
+    return between(text, BLOCK, page_table(read(RESULTS / "race.csv")))
 
 
 def main(
@@ -143,15 +172,17 @@ def main(
         tune(data, steps)
         return
     first = sorted(methods(), key=lambda name: name != DATA_PARALLEL)  # the others are compared with it
-    files, done = RaceFiles(out), list[tuple[RaceRun, Row]]()
+    files, runs = RaceFiles(out), list[RaceRun]()
     for seed in SEEDS:
         target = target_of(files, data, steps, seed)
         for rate in RATES:
             named = [with_factor(name) for name in first]
             limits = {"limit_steps": 4 * steps, "target": target, "data": str(data)}
-            done += files.rows(races(files, rate, named, [seed], **limits))
-    digest = hashlib.sha256(data.read_bytes()).hexdigest()[:12]
-    Console(width=120).print(table(done, f"{HOSTS} hosts, rounds of {EVERY}, text {digest}: time to its loss"))
+            runs += races(files, rate, named, [seed], **limits)
+    print(page_table(read(files.results)))
+    if out == RESULTS:
+        print(plot.draw(runs, files, FIGURES / "local-race.svg"))
+        PAGE.write_text(render(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import report
+from benchmarks import local_race, report
 from benchmarks.__main__ import COLUMNS, SUITES
 from benchmarks.overlap_gpu import Kernel, Mark, Span, inside, spans_of
 from gradwire.tools.train.demo import METHODS
@@ -72,6 +72,11 @@ def test_a_readme_without_the_markers_is_not_written_over(remake):
 def test_the_page_of_performance_shows_what_the_csvs_hold():
     text = report.PAGE.read_text(encoding="utf-8")
     assert text == report.render(text), "python -m benchmarks docs"
+
+
+def test_the_page_of_local_steps_shows_what_the_race_brought():
+    text = local_race.PAGE.read_text(encoding="utf-8")
+    assert text == local_race.render(text), "python -m benchmarks.local_race"
 
 
 def test_the_page_of_links_shows_what_the_csv_holds():
