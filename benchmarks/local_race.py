@@ -42,10 +42,10 @@ DATA_PARALLEL = "torch:bf16"
 OURS, FEWER = f"vgc:alpha=0,density=1,every={EVERY}", f"vgc:alpha=0,density=0.1,every={EVERY}"
 LATE = ",delay=5"
 METHODS = {
-    OURS: "ours, all elements",
-    f"{OURS}{LATE}": "ours, all elements, 5 steps late",
-    FEWER: "ours, a tenth of the elements",
-    f"{FEWER}{LATE}": "ours, a tenth, 5 steps late",
+    OURS: "`VGC(alpha=0, density=1)`",
+    f"{OURS}{LATE}": "`VGC(alpha=0, density=1)`, `delay=5`",
+    FEWER: "`VGC(alpha=0, density=0.1)`",
+    f"{FEWER}{LATE}": "`VGC(alpha=0, density=0.1)`, `delay=5`",
     DATA_PARALLEL: "torch DDP, bf16",
     "torch:powersgd:rank=4": "torch powerSGD_hook rank 4",
     f"torch:postlocalsgd:every={EVERY}": "torch post-localSGD",
@@ -133,7 +133,7 @@ def page_table(rows: Sequence[Row]) -> str:
             of_rate.setdefault(row["method"], []).append(row)
         base = next(seconds(found) for name, found in of_rate.items() if name.startswith(DATA_PARALLEL))
         lines += [f"**{rate} Mbit/s**\n"]
-        lines += ["| method | learning rate | steps | MB on the link | waited for the link | seconds | sooner |"]
+        lines += ["| method | learning rate | steps | MB on the link | waited for the others | seconds | sooner |"]
         lines += ["|---|---:|---:|---:|---:|---:|---:|"]
         for name, found in sorted(of_rate.items(), key=lambda item: seconds(item[1])):
             lines.append(line(name, found, base))
